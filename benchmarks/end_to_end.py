@@ -6,7 +6,7 @@
 
 Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
 learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
-every trained response newly generated and trained once (replay.max_uses=1, no deduplication). TRL runs GRPOTrainer
+every trained response newly generated and trained once (no deduplication). TRL runs GRPOTrainer
 (loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up is left out of both clocks;
 TRL's stops while it evaluates, while tba's searcher evaluates beside the running trainer. Each run is a process of its
 own; runs follow one another. `--out` keeps every run with its curve of (seconds, accuracy).
@@ -47,7 +47,7 @@ def run_tba(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
                 f"seed={seed}", f"output={folder}", "name=run", f"train.max_steps={steps}",
                 f"train.responses_per_step={PROMPTS * SAMPLES}", f"train.samples_per_prompt={SAMPLES}",
                 f"train.learning_rate={LEARNING_RATE}", f"generate.max_new_tokens={MAX_NEW_TOKENS}",
-                "replay.on_policy_probability=1", "replay.max_uses=1", "replay.max_trained_per_generated=1",
+                "replay.on_policy_probability=1", "replay.max_trained_per_generated=1",
                 "replay.deduplicate=false", f"evaluate.every={evaluate_every}", "observe.progress=false",
             ],
         )  # fmt: skip

@@ -24,7 +24,7 @@ RUNS = {
     "tb": ["mode=sync", "objective.name=tb"],
     "grpo": ["mode=sync", "objective.name=grpo", "train.learning_rate=2e-4"],
     "ppo": ["mode=sync", "objective.name=ppo", "train.learning_rate=2e-4"],
-    "tb, lag 1": ["mode=fixed_lag", "lag_steps=1", "objective.name=tb"],
+    "tb, lag 1": ["mode=fixed_lag", "replay.max_lag=1", "objective.name=tb"],
 }
 COMMON = ["train.max_steps=20", "evaluate.num_prompts=20", "evaluate.every=10", "observe.progress=false", "seed=7"]
 LOGGED = ("loss", "grad_norm", "entropy", "kl", "reward")

@@ -6,7 +6,7 @@
 
 Needs TRL 1.16 (extra `benchmark`) and a vLLM that it supports (0.22 to 0.31). Same model in bf16, same prompts and reward
 (the task of configs/gsm8k_one_gpu.yaml), same batch: 16 prompts x 16 samples a step, at most 400 new tokens, temperature 1.
-Every trained response is newly generated and trained once, on both sides (tba: replay.max_uses=1, no deduplication). TRL
+Every trained response is newly generated and trained once, on both sides (tba: no deduplication). TRL
 has its defaults but for what makes it faster: weights in bf16 instead of fp32, no gradient checkpointing, micro-batches of
 32. The rates are those of the steps after --skip: what compiles is behind them. One after the other, each in a process of
 its own.
@@ -37,7 +37,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Defaults for a machine without network; a variable that is set already keeps its value."""
-FRESH = "on_policy_probability=1 max_uses=1 max_trained_per_generated=1 deduplicate=false"
+FRESH = "on_policy_probability=1 max_trained_per_generated=1 deduplicate=false"
 """Settings of `replay` with which every response is new and trained once."""
 
 

@@ -141,8 +141,6 @@ class TrajectoryGroup:
     generated."""
     visit: int = -1
     """Number of the visit among all visits of the run; -1 = imported, no visit."""
-    solved: tuple[bool, ...] = ()
-    """Whether each response whose reward is known is right, by the task's rule."""
     num_lost: int = 0
     """Responses of the visit that were lost to failing rewards."""
     why_lost: str = ""

@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from resolved import resolved
 from transformers import HfArgumentParser, TrainingArguments
 from trl_fields import FIELDS as COMMITTED
 
@@ -16,7 +17,6 @@ from tba import GRPOConfig, TBAConfig, api
 from tba.api.config import DEFAULTS
 from tba.api.names import ARGUMENTS, DIRECT, REFUSED, REFUSED_ARGUMENTS, SETTINGS, python_words
 from tba.config import ConfigError, TrainConfig
-from tba.launch.defaults import with_objective_defaults
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from_trl.md"
 
@@ -81,7 +81,7 @@ def at(config, place: str):
         ({"eval_strategy": "steps", "eval_steps": 10}, "evaluate.every", 10),
         ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
         ({"metric_for_best_model": "eval_reward"}, "evaluate.best_metric", "reward"),
-        ({"greater_is_better": False}, "evaluate.lower_is_better", True),
+        ({"metric_for_best_model": "kl", "greater_is_better": False}, "evaluate.best_metric", "-kl"),
         ({"disable_tqdm": True}, "observe.progress", False),
         ({"report_to": "none"}, "observe.sinks", ()),
         ({"report_to": ["tensorboard"]}, "observe.sinks", ("tensorboard",)),
@@ -91,7 +91,7 @@ def at(config, place: str):
         ({"shuffle_dataset": False}, "search.shuffle", False),
         ({"loss_type": "grpo"}, "objective.name", "grpo"),
         ({"loss_type": "dr_grpo", "beta": 0.0}, "objective.name", "dr_grpo"),
-        ({"loss_type": "grpo", "epsilon": 0.1}, "objective.settings", {"clip_low": 0.1, "clip_high": 0.1}),
+        ({"loss_type": "grpo", "epsilon": 0.1}, "objective.settings", {"clip": 0.1, "clip_high": 0.1}),
         ({"loss_type": "grpo", "epsilon_high": 0.3}, "objective.settings", {"clip_high": 0.3}),
         ({"loss_type": "ppo", "epsilon": 0.1}, "objective.settings", {"clip": 0.1}),
         ({"loss_type": "dapo", "delta": 4.0}, "objective.settings", {"aggregate": "tokens", "max_ratio": 4.0}),
@@ -125,8 +125,8 @@ def test_sections_of_ours_win_and_both_are_attributes():
 def test_what_a_script_assigns_counts_as_given():
     args = GRPOConfig("out/run")
     args.model_init_kwargs = {"revision": "main", "attn_implementation": None, "dtype": "bfloat16"}  # TRL's grpo.py
-    args.replay, args.num_generations = {"lag": "drop"}, 4
-    assert (args.config.model.dtype, args.replay.lag, args.train.samples_per_prompt) == ("bfloat16", "drop", 4)
+    args.replay, args.num_generations = {"max_lag": 3}, 4
+    assert (args.config.model.dtype, args.replay.max_lag, args.train.samples_per_prompt) == ("bfloat16", 3, 4)
 
 
 def test_a_copy_of_the_arguments_has_all_of_them():
@@ -137,7 +137,7 @@ def test_a_copy_of_the_arguments_has_all_of_them():
 
 
 def test_arguments_as_plain_data_are_those_given_and_those_we_set():
-    args = TBAConfig("out/x", learning_rate=1e-5, reward_weights=[1, 0.5], replay={"lag": "drop"})
+    args = TBAConfig("out/x", learning_rate=1e-5, reward_weights=[1, 0.5], replay={"max_lag": 3})
     plain = args.to_dict()
     assert (plain["learning_rate"], plain["num_generations"], plain["max_steps"]) == (1e-5, 8, -1)
     assert json.loads(args.to_json_string()) == plain
@@ -305,10 +305,10 @@ def test_messages_have_the_names_of_a_script(words, wanted):
 def test_the_document_says_which_beta_there_is_without_one(tokens, beta):
     words = " ".join(DOCUMENT.read_text().split())
     assert "without `beta` it is 0.01, or 0.64 / `max_completion_length` beyond 64 tokens" in words
-    found = with_objective_defaults(TBAConfig(max_completion_length=tokens).config).objective
+    found = resolved(TBAConfig(max_completion_length=tokens).config).objective
     assert found.beta.start == pytest.approx(beta)
     assert f"beta x KL is kept below {found.max_kl_penalty:g}." in words
-    assert with_objective_defaults(TBAConfig(beta=0.01).config).objective.max_kl_penalty is None
+    assert resolved(TBAConfig(beta=0.01).config).objective.max_kl_penalty is None
 
 
 def test_the_document_has_every_name_with_what_becomes_of_it():

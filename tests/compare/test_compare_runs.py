@@ -138,10 +138,10 @@ def test_every_row_is_run_with_its_tuned_value(tmp_path):
 
 
 def test_settings_that_only_the_objective_knows_are_checked_before_the_first_run(tmp_path):
-    rows = {"good": {}, "a": {"objective.max_drif": 1.0}, "b": {"objective.name": "tbb"}}
+    rows = {"good": {}, "a": {"objective.of_policy": "exact"}, "b": {"objective.name": "tbb"}}
     with pytest.raises(ConfigError) as raised:
         run_study(tmp_path, changes={"rows": rows, "columns": {"1": {}}, "seeds": [0]})
-    assert "did you mean objective.max_drift?\n      in runs/a/1/seed-0" in str(raised.value)
+    assert "did you mean objective.off_policy?\n      in runs/a/1/seed-0" in str(raised.value)
     assert "objective.name=tbb is unknown" in str(raised.value)
     assert "in runs/b/1/seed-0" in str(raised.value)
     assert not (tmp_path / "studies").exists()

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from resolved import resolved
 
 from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
 from tba.config.files import GONE, is_of_earlier_version, load_run_config, make_config
-from tba.launch.defaults import with_objective_defaults
 from tba.objectives.registry import make_objective
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -24,8 +24,8 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
 def test_a_section_that_is_given_as_a_whole_leaves_the_other_settings_of_the_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  max_steps: 7\n  learning_rate: 1e-3\n")
-    train = load_config(path, ["train.settle=0", "train={max_steps: 9, keep_checkpoints: 1}"]).train
-    assert (train.max_steps, train.learning_rate.start, train.settle, train.keep_checkpoints) == (9, 1e-3, 0, 1)
+    train = load_config(path, ["train.weight_decay=0.1", "train={max_steps: 9, keep_checkpoints: 1}"]).train
+    assert (train.max_steps, train.learning_rate.start, train.weight_decay, train.keep_checkpoints) == (9, 1e-3, 0.1, 1)
 
 
 def test_whole_numbers_are_decimal():
@@ -93,7 +93,10 @@ def test_there_are_shipped_configs():
         ("objective=grpo", "got 'grpo': write objective.name=grpo, or objective: {name: grpo} in a file."),
         ("model.lora=true", "got True: write model.lora={}, or lora: {} in a file."),
         ("model.lora=false", "got False: write model.lora=null, or lora: null in a file."),
-        ("task.instruction=Think.", "task.instruction is for gsm8k and math, and task.name=arithmetic asks by its own"),
+        (
+            "task.prompt_template=Q",
+            "task.prompt_template is for gsm8k and math, and task.name=arithmetic asks by its own",
+        ),
         (
             "objective.beta={start: 1, begin: 2}",
             "unknown key objective.beta.begin: objective.beta takes kind, start, end, steps",
@@ -115,15 +118,7 @@ def test_a_bad_setting_is_explained(override, message):
     [
         (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
-        (["replay.lag=pace", "replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
-        (
-            ["replay.lag=pace", "replay.max_trained_per_generated=0.5"],
-            "below train.updates_per_batch=1 contradicts replay.lag=pace",
-        ),
-        (
-            ["search.explore.top_p=[0.5, 2]"],
-            "search.explore: top_p=[0.5, 2.0] is no range: it needs 0 < low <= high <= 1",
-        ),
+        (["replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
         (["search.explore.temperature=[2, 1]"], "search.explore: temperature=[2.0, 1.0] is no range"),
         (["replay.durability=node"], "runtime.kind=local has only one: use replay.durability=power, or run"),
         (["replay.durability=node", "runtime.kind=ray"], "a private cluster of this machine, has only one"),
@@ -131,11 +126,6 @@ def test_a_bad_setting_is_explained(override, message):
             ["replay.durability=node", "runtime.kind=ray", "runtime.address=auto", "mode=sync"],
             "mode=sync, where one process does everything, has only one",
         ),
-        (
-            ["generate.lora=unmerged", "model.lora.rank=4"],
-            "generate.lora=unmerged needs model.lora and generate.engine=vllm",
-        ),
-        (["generate.lora=unmerged", "generate.engine=vllm"], "generate.lora=unmerged needs model.lora"),
         (
             [
                 "task.name=custom",
@@ -301,11 +291,10 @@ def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
     ("overrides", "words"),
     [
         (["mode=sync", "replay.max_trained_per_generated=2"], "replay.max_trained_per_generated=2 cannot be kept"),
-        (["mode=fixed_lag", "lag_steps=9", "replay.lag=drop"], "would drop every response"),
-        (["replay.lag=drop", "replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),
-        (["replay.max_uses=1", "replay.on_policy_probability=0.5"], "in the order of their arrival"),
-        (["replay.lag=pace", "replay.max_lag=1", "replay.initial_responses=257"], "lets searchers generate 256"),
-        (["replay.capacity=1000", "replay.initial_responses=1001"], "do not fit"),
+        (["mode=fixed_lag", "replay.max_lag=0"], "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync"),
+        (["replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),
+        (["replay.max_uses=1"], "unknown key replay.max_uses: it is gone: replay.max_trained_per_generated says"),
+        (["replay.lag=drop"], "unknown key replay.lag: it is gone: replay.max_lag alone says how old"),
     ],
 )
 def test_what_replay_cannot_keep_is_refused(overrides, words):
@@ -319,57 +308,55 @@ def test_what_replay_cannot_keep_is_refused(overrides, words):
         (["mode=sync"], 1.0, False, 1.0),
         (["mode=sync", "train.updates_per_batch=3"], 1.0, False, 3.0),
         (["mode=sync", "replay.on_policy_probability=0.5", "replay.deduplicate=true"], 0.5, True, 1.0),
-        (["mode=fixed_lag", "lag_steps=2"], 1.0, False, 1.0),
-        (["mode=async", "replay.max_uses=1"], 1.0, None, None),
+        (["mode=fixed_lag", "replay.max_lag=2"], 1.0, False, 1.0),
+        (["replay.max_trained_per_generated=2"], 1.0, False, 2.0),
     ],
 )
 def test_what_the_mode_decides_about_replay_gives_way_to_what_was_set(overrides, m, deduplicate, reuse):
-    replay = with_objective_defaults(load_config(None, overrides)).replay
+    replay = resolved(load_config(None, overrides)).replay
     assert replay.on_policy_probability == m
     assert deduplicate is None or replay.deduplicate is deduplicate
     assert reuse is None or replay.max_trained_per_generated == reuse
 
 
-@pytest.mark.parametrize(
-    ("overrides", "max_uses", "lag"),
-    [
-        ([], 1, "pace"),
-        (["search.num_searchers=12"], 1, "pace"),
-        (["replay.max_uses=4"], 4, "pace"),
-        (["replay.max_trained_per_generated=4"], 4, "pace"),
-        (["replay.max_trained_per_generated=4", "train.updates_per_batch=2"], 2, "pace"),
-        (["replay.max_trained_per_generated=1.5"], None, "keep"),
-        (["replay.on_policy_probability=0.9"], None, "keep"),
-        (["replay.imports=[old.jsonl]"], None, "keep"),
-        (["replay.initial_responses=500"], 1, "keep"),
-        (["reference.reset_every=50"], 1, "keep"),
-        (["replay.lag=keep"], 1, "keep"),
-        (["mode=sync"], None, "keep"),
-    ],
-)
-def test_what_is_trained_once_is_trained_in_the_order_of_its_arrival(overrides, max_uses, lag):
-    replay = with_objective_defaults(load_config(None, overrides)).replay
-    assert (replay.max_uses, replay.lag) == (max_uses, lag)
+PACE, DROP, KEEP = (True, False), (False, True), (False, False)
+"""Whether searchers keep pace, and whether old responses expire."""
 
 
 @pytest.mark.parametrize(
-    ("overrides", "max_lag"),
+    ("overrides", "uses", "staleness"),
     [
-        (["replay.lag=drop"], 8),
-        (["replay.lag=pace"], 2),  # slots are not known yet
-        (["replay.lag=pace", "generate.slots=128"], 3),  # and one step's worth of 128 responses in slots
-        (["replay.lag=pace", "generate.slots=128", "search.num_searchers=3", "train.publish_every=4"], 8),  # 2 + 3 + 3
-        (["replay.lag=pace", "generate.slots=128", "replay.max_lag=1"], 1),
+        ([], 1, PACE),
+        (["search.num_searchers=12"], 1, PACE),
+        (["replay.max_lag=3"], 1, PACE),
+        (["replay.max_trained_per_generated=4"], 4, PACE),
+        (["replay.max_trained_per_generated=4", "train.updates_per_batch=2"], 2, PACE),
+        (["replay.max_trained_per_generated=1.5"], None, KEEP),
+        (["replay.max_trained_per_generated=0.5"], None, KEEP),
+        (["replay.on_policy_probability=0.9"], None, KEEP),
+        (["replay.on_policy_probability=0.9", "replay.max_lag=3"], None, DROP),
+        (["replay.imports=[old.jsonl]"], None, KEEP),
+        (["reference.reset_every=50"], 1, KEEP),
+        (["reference.reset_every=50", "replay.max_lag=3"], 1, DROP),
+        (["reference.reset_every=50", "replay.on_reference_reset=recompute"], 1, PACE),
+        (["mode=sync"], None, KEEP),
+        (["mode=sync", "replay.on_policy_probability=0.5", "replay.max_lag=3"], None, DROP),
+        (["mode=fixed_lag", "replay.max_lag=3"], None, KEEP),
     ],
 )
-def test_the_pace_leaves_room_for_what_is_in_the_slots(overrides, max_lag):
-    assert load_config(None, overrides).max_lag == max_lag
+def test_what_is_trained_a_whole_number_of_times_waits_in_a_queue_that_searchers_keep_pace_with(
+    overrides, uses, staleness
+):
+    config = load_config(None, overrides)
+    assert (config.uses_per_group, (config.keeps_pace, config.expires)) == (uses, staleness)
+    filled = resolved(config)
+    assert (filled.uses_per_group, (filled.keeps_pace, filled.expires)) == (uses, staleness)
 
 
 def test_two_steps_of_groups_may_wait_where_nothing_else_bounds_their_age():
-    assert load_config(None, ["replay.lag=keep"]).max_waiting_groups == 32
-    assert load_config(None, ["replay.lag=keep", "replay.initial_responses=800"]).max_waiting_groups == 100
-    assert load_config(None, ["replay.lag=pace"]).max_waiting_groups is None
+    assert load_config(None, ["reference.reset_every=50"]).max_waiting_groups == 32
+    assert load_config(None, ["reference.reset_every=50", "replay.max_lag=3"]).max_waiting_groups is None
+    assert load_config(None).max_waiting_groups is None
 
 
 def test_sections_and_lists_of_a_file_with_nothing_below_them_are_at_their_defaults(tmp_path):

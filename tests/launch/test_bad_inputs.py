@@ -118,8 +118,8 @@ CONFIGS = {
     "a switch for a number": (["train.max_steps=yes"], "train.max_steps: a number is needed, got true"),
     "a switch for a number of nothing": (["seed=no"], "seed: a number is needed, got false"),
     "a number without end": (
-        ["search.reward_memory_gb=.inf"],
-        "search.reward_memory_gb: Input should be a finite number",
+        ["search.reward_timeout_seconds=.inf"],
+        "search.reward_timeout_seconds: Input should be a finite number",
     ),
     "a seed beyond 64 bits": ([f"seed={10**20}"], "seed: Input should be less than or equal to 4611686018427387904"),
     "a name that is too long": (["name=" + "a" * 300], "has 300 bytes: give at most 200"),
@@ -147,7 +147,10 @@ CONFIGS = {
     "an unknown task": (["task.name=arithmetik"], "task.name='arithmetik' is not known"),
     "a custom task without data": (["task.name=custom"], "task.data is needed for task.name=custom"),
     "a custom task without rewards": (["task.name=custom", "task.data=d.jsonl"], "task.rewards is empty"),
-    "a reward limit of nothing": (["search.reward_memory_gb=0"], "search.reward_memory_gb: Input should be greater"),
+    "a reward limit of nothing": (
+        ["search.reward_timeout_seconds=0"],
+        "search.reward_timeout_seconds: Input should be greater",
+    ),
     "an option that is none": (["--learning-rate", "1"], "did you mean train.learning_rate=...?"),
     "a logger that is not installed": (["observe.sinks=[wandb]"], "pip install wandb"),
     "an output that is a file": (["output=file.txt"], "file.txt is a file, not a folder"),

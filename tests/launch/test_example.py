@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from resolved import resolved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
-from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.launch.sync_run import SyncRun
 from tba.models.names import resolve_path
@@ -58,7 +58,7 @@ def run_library(output: Path) -> tuple[list[Step], list[dict]]:
         ],
     )  # fmt: skip
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), inputs, Board.create())
     tokens: list[list[int]] = []
     send = run.searcher.sender.send

@@ -74,7 +74,7 @@ def test_a_hung_searcher_is_replaced(folder, caplog, monkeypatch):
 def test_searchers_that_never_send_a_group_end_the_run_with_the_last_error(folder, monkeypatch):
     """Each one dies at once, with a gap between two starts that grows."""
     monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
-    config = make_config(folder, "name=stillborn", "replay.lag=pace", "replay.max_lag=0", ENDLESS)
+    config = make_config(folder, "name=stillborn", "replay.max_lag=0", ENDLESS)
     when(lambda: bool(searcher_processes()), lambda: keep_killing(config))
     with pytest.raises(RoleDied, match=r"searcher-0 ended \(exit status -9\)(.|\n)*5 searchers in a row ended before"):
         train(config)
@@ -166,10 +166,10 @@ def test_a_nan_reward_costs_its_samples_only(folder):
 
 @pytest.mark.slow
 def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
-    config = make_config(folder, "name=fill", "runtime.start_seconds=0.05")
+    config = make_config(folder, "name=fill", "runtime.wait_seconds=0.05")
     with pytest.raises(
         (RoleDied, WaitedTooLong),
-        match=r"searcher-0 .* no sign of life for runtime.start_seconds=0.05|the trainer waited for 4 prompts and has 0",
+        match=r"searcher-0 .* no sign of life for runtime.wait_seconds=0.05|the trainer waited for 4 prompts and has 0",
     ):
         train(config)
 
@@ -178,7 +178,7 @@ def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
 def test_a_group_lost_whole_does_not_stop_a_paced_run(folder):
     """At lag 0 searcher and trainer wait for each other's last word: a lost group must count as one."""
     config = make_config(
-        folder, "name=lost", "replay.lag=pace", "replay.max_lag=0", "replay.max_trained_per_generated=1",
+        folder, "name=lost", "replay.max_lag=0", "replay.max_trained_per_generated=1",
         "runtime.wait_seconds=20", "train.max_steps=4", reward="fails_on_w5_prompts",
     )  # fmt: skip
     assert train(config)["steps"] == 4

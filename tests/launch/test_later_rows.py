@@ -75,7 +75,7 @@ def test_an_asynchronous_run_takes_in_again_what_came_after_its_checkpoint(folde
 
 def test_an_asynchronous_run_that_goes_back_forgets_what_came_after_the_checkpoint(folder):
     settings = ["name=goes-back", "train.checkpoint_every=2", "train.keep_checkpoints=9", "train.max_steps=12"]
-    settings += ["replay.lag=pace", "replay.max_lag=3"]
+    settings += ["replay.max_lag=3"]
     train(make_config(folder, *settings))
     run = RunFolder(folder / "runs" / "goes-back")
     before = rows(run)

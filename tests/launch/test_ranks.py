@@ -103,8 +103,6 @@ def test_the_number_of_ranks_is_torchruns_or_the_configs(folder):
         with pytest.raises(ConfigError, match=message):
             Torchrun.found(environment | {"RANK": wrong, "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
     assert with_torchrun(make_config(folder), started).train.ranks == 4
-    named = make_config(folder, "train.ranks=4", "runtime.placement.trainer=[cuda:4,cuda:5,cuda:6,cuda:7]")
-    assert started.device(named) == "cuda:5"
     assert started.device(make_config(folder, "model.device=cpu")) == "cpu"  # also where there are GPUs
     with pytest.raises(ConfigError, match=r"train\.ranks=3, but torchrun has started 4 processes"):
         with_torchrun(make_config(folder, "train.ranks=3"), started)

@@ -17,11 +17,11 @@ from problem import make_config, wait_for, with_settings
 
 from tba import TBATrainer
 from tba.cli import app
-from tba.cli.training import checkpoint_among, resolve, run_arguments
+from tba.cli.training import checkpoint_among, given_config, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.operate import read_status
-from tba.launch.resume import checkpoint_to_resume, with_stored_defaults
+from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.files import keep_lines
 from tba.observe.recorder import PastLine, RunListener
@@ -37,7 +37,7 @@ RUNS = {
     # Step 5 is the first of two on its batch.
     "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
     "fixed_lag": [
-        *("mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"),
+        *("mode=fixed_lag", "replay.max_lag=2", "train.learning_rate=auto"),
         "train.checkpoint_every=5",
     ],
     "resets": [
@@ -123,7 +123,7 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
             "replay.importance_weighted=true",
             "replay.deduplicate=true",
         ],
-        ["generate.engine=transformers", "replay.lag=drop", "replay.max_lag=2", "replay.on_policy_probability=0.5"],
+        ["generate.engine=transformers", "replay.max_lag=2", "replay.on_policy_probability=0.5"],
     ],
     ids=["lora", "grpo", "exploration", "transformers"],
 )
@@ -266,7 +266,7 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(ConfigError) as of_command:
         run_arguments([str(run.path)])
     with pytest.raises(ConfigError) as of_config:
-        with_stored_defaults(config)
+        resumed_config(config, run)
     assert str(of_command.value) == str(of_config.value) == f"{run.path} {words}"
 
 
@@ -321,7 +321,7 @@ def visits_handed_out(run: RunFolder) -> int:
 
 @pytest.mark.slow
 def test_an_asynchronous_run_goes_on_where_it_was(folder):
-    settings = ["name=async", "train.checkpoint_every=2", "replay.lag=pace", "replay.max_lag=3"]
+    settings = ["name=async", "train.checkpoint_every=2", "replay.max_lag=3"]
     train(make_config(folder, *settings, "train.max_steps=5"))
     run = RunFolder(folder / "runs" / "async")
     first = visits_handed_out(run)
@@ -350,7 +350,7 @@ def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
     by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint, ["finished/checkpoints/step-2", output]
     assert checkpoint_among(by_path[-1]) == Path(by_checkpoint[0])
     for arguments in (*by_path, ["finished", output], ["name=finished", output]):
-        found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
+        found = given_config(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
         assert found.run_folder == path
         assert found.task == load_config(path / "config.yaml").task
 

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from problem import make_config, scores_of
+from resolved import resolved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch import train
-from tba.launch.defaults import with_objective_defaults
 from tba.launch.run import load_inputs
 from tba.launch.sync_run import SyncRun
 from tba.observe.run_folder import RunFolder
@@ -40,10 +40,8 @@ def test_a_sync_run_writes_its_folder(folder):
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
     saved = load_config(run.config)
     assert saved.replay.capacity_per_prompt == 100
-    asked = with_objective_defaults(config)
-    assert saved.replay.model_copy(update={"capacity_per_prompt": None}) == asked.replay
     assert (saved.train.target_drift, saved.objective.reward_unit) == (0.18, "spread")
-    assert saved.model_copy(update={"replay": asked.replay}) == asked
+    assert saved == resolved(config)
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
         f"best-step-{summary['best']['step']}",
         "step-4",
@@ -58,7 +56,7 @@ def test_a_sync_run_writes_its_folder(folder):
 
 def test_before_the_first_step_policy_and_reference_agree_on_every_response(folder):
     config = make_config(folder, "mode=sync", "name=agree", "train.max_steps=1", "generate.temperature=0.7", FP32)
-    config = with_objective_defaults(config)
+    config = resolved(config)
     run = SyncRun.make(
         config, RunFolder.create(config.run_folder, overwrite=False), load_inputs(config), Board.create()
     )
@@ -75,7 +73,7 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
 
 def test_an_evaluation_that_comes_twice_counts_once_and_one_of_a_step_to_come_does_not(folder):
     """A trainer that died may have asked for it, and the one after it again."""
-    config = with_objective_defaults(make_config(folder, "mode=sync", "name=evaluated-twice", "train.max_steps=1"))
+    config = resolved(make_config(folder, "mode=sync", "name=evaluated-twice", "train.max_steps=1"))
     run_folder = RunFolder.create(config.run_folder, overwrite=False)
     run = SyncRun.make(config, run_folder, load_inputs(config), Board.create())
     try:
@@ -195,7 +193,7 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
 def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     """The same tokens, hence the same rewards and lengths, and the same losses."""
     sync = make_config(folder, "mode=sync", "name=equal-sync", ON_CPU)
-    paced = ["replay.lag=pace", "replay.max_lag=0", "replay.on_policy_probability=1"]
+    paced = ["replay.max_lag=0", "replay.on_policy_probability=1"]
     paced += ["replay.deduplicate=false", "replay.max_trained_per_generated=1"]
     lag_0 = make_config(folder, "name=equal-async", ON_CPU, *paced)
     train(sync)

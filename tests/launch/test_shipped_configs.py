@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from resolved import resolved
 
 from tba.compare.plan import make_plan
 from tba.compare.study import load_study
 from tba.config import load_config
-from tba.launch.defaults import with_objective_defaults
 from tba.launch.start import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_is_valid(path):
-    with_objective_defaults(load_config(path, ["model.path=somewhere"]))
+    resolved(load_config(path, ["model.path=somewhere"]))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tba.observe.run_folder import RunFolder
 from tba.runtime import fork_server, processes
 from tba.runtime.fork_server import ForkServer
 from tba.runtime.processes import prepare_roles
+from tba.runtime.supervisor import MAX_RESTARTS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from chaos_bench.accounting import account, read_notes, read_rows
@@ -81,13 +82,16 @@ def test_a_trainer_that_is_killed_after_it_has_gone_back_is_resumed_from_its_new
     assert steps_of(config) == list(range(1, 201))
 
 
-def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
+def test_a_trainer_that_is_killed_again_and_again_ends_the_run_with_advice(folder):
     config = make_config(folder, "name=not-again")
     run = RunFolder(config.run_folder)
-    settings = ("train.max_steps=1000000", "runtime.max_trainer_restarts=0", "mode=sync")
+    settings = ("train.max_steps=1000000", "mode=sync")
     with Command(command(folder, "not-again", *settings)) as process:
-        assert wait_for(lambda: steps_of(config) and role(run, "trainer"))
-        os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
+        killed = {0}
+        for _ in range(1 + MAX_RESTARTS):
+            assert wait_for(lambda: role(run, "trainer") and role(run, "trainer")["pid"] not in killed)
+            killed.add(role(run, "trainer")["pid"])
+            os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL, errors
     assert "--resume" in errors

@@ -71,26 +71,6 @@ def test_a_synchronous_run_at_a_low_temperature_with_samples_of_the_reference(fo
     assert all(record["off_policy/mismatch_kl"] < 1e-8 for record in step_records(config))
 
 
-@needs_vllm
-def test_an_asynchronous_run_trains_an_adapter_that_vllm_keeps_beside_the_model(folder):
-    pytest.importorskip("peft")
-    config = make_config(
-        folder,
-        "name=adapter",
-        "generate.engine=vllm",
-        "generate.lora=unmerged",
-        "model.lora.rank=4",
-        "train.max_steps=20",
-        *([FP32] if VLLM_DEVICE == "cpu" else []),  # vLLM's kernels for GPUs apply adapters in 16 bits only
-    )
-    summary = train(config)
-    assert (summary["outcome"], summary["steps"]) == ("finished", 20)
-    steps = step_records(config)
-    assert steps[-1]["searcher/0/version"] > 0
-    # The canary of an adapter that vLLM has, against the trainer's model with it.
-    assert steps[-1]["searcher/0/mismatch_kl"] < (1e-8 if VLLM_DEVICE == "cpu" else 1e-2)
-
-
 def test_without_vllm_a_run_is_refused_before_anything_is_written(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
     config = make_config(folder, "name=refused", "generate.engine=vllm")

@@ -298,7 +298,7 @@ def some_words() -> Tensor:
 def test_grpo_is_that_of_trl(tmp_path, beta, temperature):
     weights = three_weights(noise=0.01)
     batch = ours(weights, temperature=temperature)
-    mine = our_loss(GRPO(clip_low=0.1, clip_high=0.15), weights, batch, beta=beta, temperature=temperature)
+    mine = our_loss(GRPO(clip=0.1, clip_high=0.15), weights, batch, beta=beta, temperature=temperature)
     assert 0.1 < mine[0].metrics["objective/clip_fraction"] < 0.9
     config = {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.15, "beta": beta, "temperature": temperature}
     assert_same(mine, trl_grpo(weights, batch, tmp_path, **config))
@@ -312,7 +312,7 @@ def test_grpo_leaves_out_the_tokens_that_trl_leaves_out(tmp_path):
 
 
 CLIPS = {"epsilon": 0.1, "epsilon_high": 0.15}
-OUR_CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
+OUR_CLIPS = {"clip": 0.1, "clip_high": 0.15}
 PER_RESPONSE = {"importance_sampling_level": "sequence"}
 NO_STD = {"scale_rewards": "none"}
 AS_IN_TRL: list[tuple[Objective, dict[str, Any]]] = [
@@ -320,7 +320,7 @@ AS_IN_TRL: list[tuple[Objective, dict[str, Any]]] = [
     (GRPO(**OUR_CLIPS, aggregate="tokens"), {"loss_type": "dapo", **CLIPS}),
     (GRPO(**OUR_CLIPS, aggregate="tokens"), {"loss_type": "bnpo", **CLIPS}),
     (GRPO(**OUR_CLIPS, max_ratio=1.3), {"loss_type": "grpo", "delta": 1.3, **CLIPS}),
-    (GRPO(clip_low=0.01, clip_high=0.02, ratio="sequence"),
+    (GRPO(clip=0.01, clip_high=0.02, ratio="sequence"),
      {"loss_type": "grpo", "epsilon": 0.01, "epsilon_high": 0.02, **PER_RESPONSE}),
     (GRPO(surrogate="cispo", clip_high=1.1, aggregate="tokens"), {"loss_type": "cispo", "epsilon_high": 1.1}),
     (GRPO(surrogate="cispo", aggregate="tokens"), {"loss_type": "cispo"}),
@@ -332,7 +332,7 @@ AS_IN_TRL: list[tuple[Objective, dict[str, Any]]] = [
     (GRPO(**OUR_CLIPS, aggregate="tokens", top_entropy=0.2),
      {"loss_type": "dapo", "top_entropy_quantile": 0.2, **CLIPS}),
     (DrGRPO(**OUR_CLIPS, normal_length=MAX_NEW_TOKENS, scale_rewards=True), {"loss_type": "dr_grpo", **CLIPS}),
-    (DrGRPO(clip_low=0.01, clip_high=0.02, ratio="sequence", normal_length=1, scale_rewards=True),
+    (DrGRPO(clip=0.01, clip_high=0.02, ratio="sequence", normal_length=1, scale_rewards=True),
      {"loss_type": "luspo", "epsilon": 0.01, "epsilon_high": 0.02, **PER_RESPONSE}),
 ]  # fmt: skip
 """The settings of ours that are TRL's, as the table of docs/algorithm.md has them."""
@@ -353,7 +353,7 @@ def test_settings_of_grpo_are_those_of_trl(tmp_path, objective, config):
 def test_dr_grpo_is_that_of_trl(tmp_path, beta):
     weights = three_weights(noise=0.01)
     batch = ours(weights, temperature=1.0, mask_N=some_words())
-    objective = DrGRPO(clip_low=0.1, clip_high=0.15, normal_length=MAX_NEW_TOKENS)
+    objective = DrGRPO(clip=0.1, clip_high=0.15, normal_length=MAX_NEW_TOKENS)
     mine = our_loss(objective, weights, batch, beta=beta, temperature=1.0)
     assert 0.1 < mine[0].metrics["objective/clip_fraction"] < 0.9
     config = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.1, "epsilon_high": 0.15, "beta": beta}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from resolved import resolved
 from test_against_numpy import Data, K, P, random_data
 from torch import Tensor
 
 from tba.config import ConfigError, load_config
-from tba.launch.defaults import with_objective_defaults
 from tba.objectives.base import centred
 from tba.objectives.grpo import GRPO, DrGRPO, GroupRelative, highest
 from tba.objectives.registry import make_objective
@@ -19,7 +19,7 @@ from tba.types import Batch, Forward
 SETTINGS = [
     {},
     {"ratio": "sequence"},
-    {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.1, "max_ratio": 1.15},
+    {"ratio": "sequence", "clip": 0.05, "clip_high": 0.1, "max_ratio": 1.15},
     {"max_ratio": 1.4},
     {"max_ratio": 1.1},  # below 1 + clip_high: it clips the push up earlier
     {"surrogate": "cispo", "clip_high": 1.3},
@@ -110,7 +110,7 @@ def slow_surrogate(objective: GroupRelative, a: float, token_log_ratio, log_rati
         k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
         whole = float(EXP(sum(log_ratio)).detach())
         return -(whole**k) * float(EXP(torch.tensor(decay - decay * whole, dtype=torch.float64))) * a * log_pi
-    low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
+    low, high = 1.0 - objective.clip, 1.0 + objective.clip_high
     bounded = w if objective.max_ratio is None or w <= objective.max_ratio else w * 0.0 + objective.max_ratio
     clipped = w if low <= w <= high else w * 0.0 + (low if w < low else high)
     return -bounded * a if -bounded * a >= -clipped * a else -clipped * a
@@ -212,8 +212,8 @@ def test_the_share_of_highest_values_is_a_quantile(share):
     ("settings", "message"),
     [
         (
-            ["surrogate=cispo", "clip_low=0.1"],
-            "objective.clip_low=0.1 has no effect with objective.surrogate=cispo: it bel",
+            ["surrogate=cispo", "clip=0.1"],
+            "objective.clip=0.1 has no effect with objective.surrogate=cispo: it bel",
         ),
         (
             ["surrogate=sapo", "clip_high=0.3"],
@@ -237,16 +237,16 @@ def test_settings_of_another_surrogate_are_refused(name, settings, message):
 
 
 def test_all_settings_of_another_surrogate_are_named_at_once():
-    given = ["objective.name=grpo", "objective.surrogate=vespo", "objective.clip_low=0.1", "objective.max_ratio=3"]
-    with pytest.raises(ConfigError, match=r"objective\.clip_low=0\.1 (.|\n)*objective\.max_ratio=3\.0"):
+    given = ["objective.name=grpo", "objective.surrogate=vespo", "objective.clip=0.1", "objective.max_ratio=3"]
+    with pytest.raises(ConfigError, match=r"objective\.clip=0\.1 (.|\n)*objective\.max_ratio=3\.0"):
         make_objective(load_config(None, given))
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
 def test_a_config_that_was_filled_in_with_defaults_is_valid(surrogate):
-    resolved = with_objective_defaults(load_config(None, ["objective.name=grpo", f"objective.surrogate={surrogate}"]))
-    assert resolved.objective.settings["clip_high"] == 0.2
-    assert make_objective(resolved) == GRPO(surrogate=surrogate)
+    filled = resolved(load_config(None, ["objective.name=grpo", f"objective.surrogate={surrogate}"]))
+    assert filled.objective.settings["clip_high"] == 0.2
+    assert make_objective(filled) == GRPO(surrogate=surrogate)
 
 
 def test_dr_grpo_has_no_other_way_to_average():

@@ -95,7 +95,7 @@ def test_the_first_thing_to_change_follows_from_what_was_seen():
     stale = summary(stability={"held_back": 0.6, "trained_per_generated": 4.0})
     assert "max_trained_per_generated" in advice(stale, auto_rate=True, target_drift=0.18)
     late = summary(stability={"held_back": 0.6, "trained_per_generated": 1.0})
-    assert "replay.lag=pace" in advice(late, auto_rate=True, target_drift=0.18)
+    assert "replay.max_lag=1" in advice(late, auto_rate=True, target_drift=0.18)
     assert "train.learning_rate" in advice(summary(), auto_rate=False, target_drift=0.18)
     assert "train.target_drift=0.09" in advice(summary(), auto_rate=True, target_drift=0.18)
 

@@ -224,5 +224,5 @@ def test_responses_are_split_at_the_length_and_come_back_in_order():
 def test_a_critic_is_refused_where_a_prompt_has_two_sets_of_hidden_states():
     model = make_model(longrope())
     with pytest.raises(ValueError, match="longer than 16 tokens"):
-        PolicyModel(model, critic=make_critic(model, separate=False))
-    assert PolicyModel(make_model(longrope()), critic=make_critic(model, separate=False), max_length=16).packed
+        PolicyModel(model, critic=make_critic(model))
+    assert PolicyModel(make_model(longrope()), critic=make_critic(model), max_length=16).packed

@@ -54,7 +54,9 @@ def replay(
     reward_names=("r",),
     reward_weights=(1.0,),
     deduplicate=True,
+    max_uses=None,
     max_waiting_groups=None,
+    expires=False,
     **settings,
 ):
     return ReplayBuffer(
@@ -63,7 +65,9 @@ def replay(
         seed=seed,
         reward_names=reward_names,
         reward_weights=reward_weights,
+        uses_per_group=max_uses,
         max_waiting_groups=max_waiting_groups,
+        expires=expires,
     )
 
 

@@ -57,7 +57,6 @@ def group(number=0, *, sender="searcher-3.aa", responses=2, **options):
         trajectories=tuple(trajectory(**options) for _ in range(responses)),
         num_lost=1,
         visit=17,
-        solved=(True, False),
         searcher=3,
     )
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tba.runtime.searcher_rule import Waits
 
 from tba.runtime.board import PLACES, WAITS, Board, SharedMemory
-from tba.runtime.searcher_rule import Waits
 
 MEBIBYTE = 2**20
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba.runtime.leases import Difficulty, Visit, VisitLedger, VisitStock
+from tba.runtime.leases import Visit, VisitLedger, VisitStock
 
 
 def ledger(num_prompts: int = 5, **settings) -> VisitLedger:
@@ -49,7 +49,7 @@ def test_a_late_group_of_a_searcher_that_was_given_up_ends_the_visit():
 def test_after_a_checkpoint_open_visits_are_handed_out_again_and_the_order_goes_on():
     before = ledger()
     before.lease("a", 4)
-    before.complete(2, solved=[True, True])
+    before.complete(2)
     saved = json.loads(json.dumps(before.state()))
     after = ledger()
     after.load_state(saved)
@@ -81,68 +81,15 @@ def test_groups_of_visits_that_a_checkpoint_does_not_know_of_complete_them():
     assert shared.lease("b", 1) == [Visit(number=9, prompt=4, epoch=1)]
 
 
-def test_solved_visits_that_a_checkpoint_does_not_know_of_count_for_their_prompts():
-    one = ledger(2, shuffle=False, skip_solved_after=1)
-    for number in (0, 1):
-        one.complete(number, solved=[True] if number == 0 else [True, False])
-    # Prompt 0 is passed over in epoch 1: visit 2 goes to prompt 1.
-    assert one.lease("a", 1) == [Visit(number=2, prompt=1, epoch=1)]
-
-
 def test_a_group_without_a_visit_completes_none():
     shared = ledger(shuffle=False)
     shared.complete(-1)
     assert numbers(shared.lease("a", 1)) == [0]
 
 
-def test_a_prompt_solved_twice_in_a_row_is_passed_over_every_other_epoch():
-    one = ledger(2, shuffle=False, skip_solved_after=2)
-    seen = []
-    for _ in range(10):
-        (visit,) = one.lease("a", 1)
-        seen.append(visit.prompt)
-        one.complete(visit.number, solved=[True, True] if visit.prompt == 0 else [True, False])
-    # Prompt 0 is solved in the epochs 0 and 1, so that it rests in the epochs 2, 4, ...
-    assert seen == [0, 1, 0, 1, 1, 0, 1, 1, 0, 1]
-    assert one.difficulty.skipped["solved"] == 2
-
-
-def test_where_all_prompts_rest_at_most_one_epoch_is_passed_over():
-    one = ledger(1, skip_unsolved_after=1)
-    for number in range(6):
-        (visit,) = one.lease("a", 1)
-        assert visit.number == number
-        one.complete(number, solved=[False])
-
-
 def test_a_task_without_prompts_is_refused():
     with pytest.raises(ValueError, match="no prompts"):
         ledger(0)
-
-
-def test_a_prompt_solved_three_times_in_a_row_is_skipped_every_other_time():
-    difficulty = Difficulty(skip_solved_after=3)
-    for _ in range(3):
-        assert not difficulty.skips(0)
-        difficulty.record(0, [True, True])
-    assert [difficulty.skips(0) for _ in range(4)] == [True, False, True, False]
-    difficulty.record(0, [True, False])
-    assert not difficulty.skips(0)
-    assert difficulty.skipped == {"solved": 2}
-
-
-def test_unsolved_prompts_are_skipped_only_when_asked():
-    difficulty = Difficulty(skip_solved_after=1)
-    for _ in range(5):
-        difficulty.record(0, [False, False])
-    assert not difficulty.skips(0)
-
-
-def test_prompts_that_are_never_skipped_are_not_counted():
-    difficulty = Difficulty()
-    for prompt in range(1000):
-        difficulty.record(prompt, [True, True])
-    assert difficulty.state() == {"streaks": [], "rested": [], "skipped": {}}
 
 
 def test_the_order_depends_on_the_seed_alone():

@@ -22,9 +22,9 @@ def test_a_reason_is_given_where_there_is_no_daemon(overrides, reason):
 
 def test_roles_that_have_a_gpu_each_need_no_daemon(monkeypatch):
     monkeypatch.setattr("tba.runtime.mps.sees_gpu", lambda: True)
-    apart = "runtime.placement={trainer: cuda:0, searchers: cuda:1}"
-    assert why_no_mps(load_config(None, [apart])) == "every role has a GPU of its own"
-    assert why_no_mps(load_config(None, [apart, "search.num_searchers=2"])) != "every role has a GPU of its own"
+    apart = ("model.device=cuda:0", "search.devices=cuda:1")
+    assert why_no_mps(load_config(None, [*apart])) == "every role has a GPU of its own"
+    assert why_no_mps(load_config(None, [*apart, "search.num_searchers=2"])) != "every role has a GPU of its own"
 
 
 def test_a_daemon_of_the_users_own_is_left_alone(monkeypatch):
@@ -40,14 +40,14 @@ def test_asking_for_it_where_it_cannot_be_is_an_error():
 
 
 def test_a_trainer_gives_way_to_searchers_that_share_its_gpu_through_a_daemon(monkeypatch):
-    apart = "runtime.placement={trainer: cuda:0, searchers: cuda:1}"
+    apart = ("model.device=cuda:0", "search.devices=cuda:1")
     monkeypatch.setenv(PRIORITY, "")  # so that what is set below does not outlive this test
     monkeypatch.delenv(PRIORITY)
     monkeypatch.delenv(PIPES, raising=False)
     give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # there is no daemon
     monkeypatch.setenv(PIPES, "/somewhere")
     give_way_to_searchers(load_config(None, ["model.device=cuda", "mode=sync"]))
-    give_way_to_searchers(load_config(None, [apart]))
+    give_way_to_searchers(load_config(None, [*apart]))
     assert PRIORITY not in os.environ
     give_way_to_searchers(load_config(None, ["model.device=cuda"]))
     assert os.environ[PRIORITY] == "1"

@@ -31,27 +31,27 @@ def placement(*overrides: str, auto: str = "cuda:0") -> RolePlacement:
 
 
 def test_a_searcher_that_may_join_on_another_gpu_keeps_the_slots_in_host_memory():
-    found = placement("runtime.placement={trainer: cuda, searchers: [cuda:0, cuda:1]}")
+    found = placement("model.device=cuda", "search.devices=[cuda:0, cuda:1]")
     assert found.searchers == ("cuda:0",)
     assert found.later == {"cuda:0", "cuda:1"}
     assert found.slots_device == "cpu"
 
 
 def test_auto_and_cuda_are_the_first_gpu():
-    assert placement("runtime.placement.searchers=cuda").slots_device == "cuda:0"
+    assert placement("search.devices=cuda").slots_device == "cuda:0"
     assert placement("model.device=cuda").slots_device == "cuda:0"
-    assert placement("runtime.placement.searchers=cuda", auto="cpu").slots_device == "cpu"
+    assert placement("search.devices=cuda", auto="cpu").slots_device == "cpu"
     assert placement(auto="cpu").slots_device == "cpu"
 
 
 def test_a_gpu_is_shared_where_several_roles_use_it():
-    paper = "runtime.placement={trainer: [cuda:0], searchers: [cuda:1, cuda:2, cuda:3]}"
-    assert placement(paper, "search.num_searchers=3").shared_gpus == []
-    assert placement(paper, "search.num_searchers=4").shared_gpus == ["cuda:1"]
-    assert placement(paper, "search.num_searchers=3", "search.max_searchers=5").shared_gpus == ["cuda:1", "cuda:2"]
+    paper = ("model.device=cuda:0", "search.devices=[cuda:1, cuda:2, cuda:3]")
+    assert placement(*paper, "search.num_searchers=3").shared_gpus == []
+    assert placement(*paper, "search.num_searchers=4").shared_gpus == ["cuda:1"]
+    assert placement(*paper, "search.num_searchers=5").shared_gpus == ["cuda:1", "cuda:2"]
     assert placement("search.num_searchers=2").shared_gpus == ["cuda:0"]
     assert placement("search.num_searchers=2", auto="cpu").shared_gpus == []
-    assert placement("runtime.placement={trainer: cpu, searchers: cuda:0}").shared_gpus == []
+    assert placement("model.device=cpu", "search.devices=cuda:0").shared_gpus == []
 
 
 def test_on_a_cluster_nobody_knows_who_shares_a_gpu():
@@ -60,7 +60,7 @@ def test_on_a_cluster_nobody_knows_who_shares_a_gpu():
 
 
 def test_vllm_sees_its_own_gpu_only_and_then_gets_weights_through_host_memory():
-    everywhere = "runtime.placement={trainer: cuda:1, searchers: cuda:1}"
+    everywhere = "model.device=cuda:1"
     native, vllm = load_config(None, [everywhere]), load_config(None, [everywhere, "generate.engine=vllm"])
     assert [must_hide(config.for_searcher(0)) for config in (native, vllm)] == [False, True]
     assert [RolePlacement.of(config).slots_device for config in (native, vllm)] == ["cuda:1", "cpu"]
@@ -79,6 +79,4 @@ def test_all_gpus_but_one_are_hidden(visible, left, monkeypatch):
 def test_each_rank_of_a_trainer_has_a_gpu_of_its_own_and_slots_lie_in_host_memory_then():
     found = placement("model.device=cuda", "train.ranks=2")
     assert (found.trainer, found.slots_device) == (("cuda:0", "cuda:1"), "cpu")
-    named = placement("runtime.placement={trainer: [cuda:2, cuda:0], searchers: cuda:1}", "train.ranks=2")
-    assert (named.trainer, named.slots_device) == (("cuda:2", "cuda:0"), "cpu")
     assert placement("model.device=cpu", "train.ranks=3").trainer == ("cpu",)

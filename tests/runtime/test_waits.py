@@ -176,7 +176,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         steps_per_batch=1,
         prompts_per_step=2,
         max_lag=max_lag,
-        spare_lag=settings.get("spare_lag"),
+        spare_lag=settings.get("spare_lag", 9),
         visit_lag=settings.get("visit_lag", lambda: 0.0),
         trainer_waits=settings.get("trainer_waits", lambda: False),
         max_unscored=4,
@@ -220,7 +220,7 @@ def test_visits_that_brought_nothing_do_not_count_as_trained_on():
     # Two visits a step. Limit 1: those of the steps 0 and 1; limit 1.5: also the first of step 2.
     [(0.0, 4), (0.5, 5), (0.6, 6), (1.0, 6), (1.3, 7), (3.0, 10), (9.0, 14)],
 )
-def test_a_limit_that_nobody_set_follows_what_visits_take_up_to_what_the_slots_hold(visit_lag, started):
+def test_the_limit_follows_what_visits_take_up_to_the_largest_lag(visit_lag, started):
     stream = visits(lambda: 0, max_lag=6, spare_lag=1, visit_lag=lambda: visit_lag)
     assert next(index for index in range(20) if next(stream) is None) == started
 
@@ -235,7 +235,7 @@ def test_while_the_trainer_waits_the_limit_is_a_step_more():
     assert next(stream) is None
 
 
-def test_where_trainer_and_searcher_wait_for_long_the_limit_is_what_all_slots_hold(monkeypatch):
+def test_where_trainer_and_searcher_wait_for_long_the_limit_is_the_largest_lag(monkeypatch):
     """Another searcher may have the visits that both wait for. An update that takes long is no wait, and what this searcher
     has not finished itself is no reason to begin more."""
     clock, waits, running, version = [0.0], [False], [1], [0]

@@ -40,7 +40,6 @@ def make_searcher(model, reference) -> tuple[Searcher, LocalGroups]:
         scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0, failures=FailureCount()),
         sender=groups,
         tokenizer=tiny_tokenizer(),
-        solved=lambda outcome: True,
         sampling=SAMPLING,
         samples_per_prompt=8,
         reference_samples=ReferenceSamples(engine(reference), 2, SAMPLING),

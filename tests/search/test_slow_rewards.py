@@ -43,7 +43,6 @@ def test_a_synchronous_step_has_a_visit_rewarded_while_the_next_is_written():
         scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, failures=FailureCount()),
         sender=groups,
         tokenizer=tiny_tokenizer(),
-        solved=lambda outcome: True,
         sampling=Sampling(max_new_tokens=6),
         samples_per_prompt=4,
         counts=counts,
@@ -58,10 +57,3 @@ def test_enough_visits_may_wait_for_rewards_to_keep_all_workers_busy():
     train = {"responses_per_step": 128, "samples_per_prompt": 8}
     assert max_unscored(Config(search=searching, train=train)) == 12 + 4
     assert max_unscored(Config(search={"num_searchers": 4}, train=train)) == 8
-
-
-def test_the_pace_limit_leaves_room_for_what_the_workers_have():
-    # 128 slots and 16 - 1 visits of 8 more than before: (128 + 120) / 128 steps' worth, rounded up, and 2
-    paced = {"replay": {"lag": "pace"}, "train": {"responses_per_step": 128, "samples_per_prompt": 8}}
-    assert Config(generate={"slots": 128}, **paced).max_lag == 3
-    assert Config(generate={"slots": 128}, search={"reward_workers": 16}, **paced).max_lag == 4

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 from problem import make_config, write_problem
+from resolved import resolved
 
-from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.runtime.board import Board
 from tba.search.make import make_search_engine
@@ -88,7 +88,7 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     write_problem(tmp_path)
     config = make_config(tmp_path, "evaluate.samples_per_prompt=3", "task.eval_fraction=0.3")
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
     engine = make_search_engine(config, inputs.loaded)
     row, seen = Board.create().trainer, []
@@ -116,7 +116,7 @@ def test_responses_without_a_reward_are_told_and_counted(tmp_path, caplog):
     settings = ("evaluate.samples_per_prompt=3", "task.eval_fraction=0.3")
     config = make_config(tmp_path, *settings, f"task.rewards=[{{function: '{tmp_path}/rewards.py:always_raises'}}]")
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
     found = evaluator(make_search_engine(config, inputs.loaded))
     lost = 4 * len(evaluator.prompts)
@@ -137,7 +137,7 @@ def test_an_evaluation_leaves_out_and_counts_the_responses_to_which_no_reward_ap
     settings = (f"task.eval_data={tmp_path}/eval.jsonl", f"task.rewards=[{{function: '{rewards}:partly'}}]")
     config = make_config(tmp_path, *settings, "evaluate.num_prompts=6", "evaluate.samples_per_prompt=2")
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     found = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))(
         make_search_engine(config, inputs.loaded)
     )
@@ -152,7 +152,7 @@ def test_rewards_of_an_evaluation_are_asked_for_while_other_responses_are_writte
     write_problem(tmp_path)
     config = make_config(tmp_path, "evaluate.samples_per_prompt=2", "generate.slots=1", "task.eval_fraction=0.3")
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     rewards = DirectRewards(inputs.task)
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
     seen = []

@@ -213,7 +213,7 @@ def test_without_chat_the_question_goes_into_the_template(folder):
 def test_a_chat_model_is_asked_in_its_template_with_one_bos(folder):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    prompt = make(folder, tokenizer, instruction="How many pens?").prompts("held_out")[0]
+    prompt = make(folder, tokenizer, prompt_template="{question}\n\nHow many pens?").prompts("held_out")[0]
     assert prompt.text == [{"role": "user", "content": "Mia has 101 pens.\n\nHow many pens?"}]
     words = "<bos><user>Mia has 101 pens.\n\nHow many pens?<assistant>"
     assert prompt.token_ids.tolist() == tokenizer(words, add_special_tokens=False)["input_ids"]
@@ -224,7 +224,7 @@ def test_chat_can_be_forced_either_way(folder):
     plain, chat = make_tokenizer(), make_tokenizer()
     chat.chat_template = TEMPLATE
     assert isinstance(make(folder, chat, chat=False).prompts("held_out")[0].text, str)
-    bare = make(folder, chat, chat=True, instruction="").prompts("held_out")[0]
+    bare = make(folder, chat, chat=True, prompt_template="{question}").prompts("held_out")[0]
     assert bare.text == [{"role": "user", "content": "Mia has 101 pens."}]
     with pytest.raises(ValueError, match=r"task.chat=true, but the tokenizer has no chat template"):
         make(folder, plain, chat=True)

@@ -219,11 +219,12 @@ def test_nothing_that_a_reward_started_outlives_a_killed_searcher(rewards, tmp_p
     assert wait_for(lambda: all(map(is_gone, started)))
 
 
-def test_a_worker_has_a_memory_limit_and_is_replaced_when_it_is_reached(rewards):
-    workers = rewards("fills", memory_gb=0.5)
+def test_a_worker_has_a_memory_limit_and_is_replaced_when_it_is_reached(rewards, monkeypatch):
+    monkeypatch.setattr("tba.tasks.rewards.worker.memory_limit", lambda: 2**29)
+    workers = rewards("fills")
     before, full, after = score_all(workers, [group("a"), group("fill", "a"), group("b")])
     assert before == after == [{"fills": 0.0}]
-    assert "MemoryError (a reward worker may use search.reward_memory_gb=0.5 GB: raise it" in str(full[1])
+    assert "MemoryError (a reward worker may use 0.5 GB, half of the memory there is" in str(full[1])
 
 
 def test_the_log_of_a_reward_that_prints_without_end_keeps_its_end(rewards, tmp_path):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from resolved import resolved
 
 from tba.config import load_config
 from tba.generate.make import make_scorer
-from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def evaluator_and_engine(*overrides):
     config = load_config(None, list(overrides))
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded)
+    config = resolved(config, inputs.loaded)
     evaluator = make_evaluator(
         config,
         inputs.loaded,
@@ -155,10 +155,11 @@ def test_evaluations_do_not_reuse_the_random_numbers_of_training(red_team):
     assert sum(trained[index] == evaluated[index] for index in trained) < 10
 
 
-def test_the_cut_off_rule_of_training_counts_in_the_reward():
+def test_the_cut_off_rule_of_training_counts_in_the_reward(monkeypatch):
+    monkeypatch.setattr("tba.config.sections.CUT_OFF_REWARD", -7.0)  # far below what a summary gets
     rewards = {}
     for rule in ("keep", "penalise"):
-        settings = ["generate.max_new_tokens=6", f"train.truncated={rule}", "train.truncated_reward=-7"]
+        settings = ["generate.max_new_tokens=6", f"train.truncated={rule}"]
         evaluator, engine, _ = evaluator_and_engine(*TLDR, *settings)
         rewards[rule] = evaluator(engine)
     share = rewards["keep"]["cut_off"]

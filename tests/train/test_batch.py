@@ -36,23 +36,29 @@ def test_without_schedules_nothing_changes():
     assert beta == 0.1
 
 
-def test_the_log_target_is_w_log_ref_plus_r_over_beta_all_over_tau():
+def test_the_log_target_is_log_ref_plus_r_over_beta_all_over_tau():
     batch = ragged_batch()
-    objective = {
-        "reference_weight": {"kind": "linear", "start": 1.0, "end": 0.5, "steps": 4},
-        "target_temperature": {"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4},
-    }
-    shaped, beta = shape_target(batch, config(**objective), 2, 0.5, beta=0.1)  # half-way: w = 0.75, tau = 1.5
+    cooling = {"target_temperature": {"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4}}
+    shaped, beta = shape_target(batch, config(**cooling), 2, 0.5, beta=0.1)  # half-way: tau = 1.5
     log_pi = torch.zeros(batch.shape)
     found = log_z_estimates(log_pi, shaped.sum_per_response(shaped.log_ref_N), shaped.reward_PK, beta=beta)
-    wanted = (0.75 * batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / 0.1) / 1.5
+    wanted = (batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / 0.1) / 1.5
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(batch.log_ref_N, ragged_batch().log_ref_N)  # what is stored stays as it is
 
 
-def test_a_target_is_plain_where_neither_weight_nor_temperature_shapes_it():
+def test_a_weight_of_the_reference_is_a_beta_and_a_temperature():
+    """(w log ref + r / b) / t with w = .75, b = .1 and t = 1.5: beta = .075, tau = 2."""
+    batch = ragged_batch()
+    shaped, beta = shape_target(batch, config(target_temperature=2.0), 0, 0.0, beta=0.075)
+    log_pi = torch.zeros(batch.shape)
+    found = log_z_estimates(log_pi, shaped.sum_per_response(shaped.log_ref_N), shaped.reward_PK, beta=beta)
+    wanted = (0.75 * batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / 0.1) / 1.5
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_target_is_plain_where_no_temperature_shapes_it():
     assert config().has_plain_target_at(0, 0.0)
-    assert not config(reference_weight=0.5).has_plain_target_at(0, 0.0)
     cooling = config(target_temperature={"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4})
     assert [cooling.has_plain_target_at(step, 0.0) for step in (0, 3, 4)] == [False, False, True]
 

@@ -89,7 +89,6 @@ def test_the_alarm_says_what_since_when_and_what_to_try():
         "generate.max_new_tokens",
         "train.learning_rate",
         "objective.beta",
-        "train.equal_reward_groups=keep",
     ):
         assert words in alarm.words
 

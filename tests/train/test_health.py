@@ -136,7 +136,7 @@ def test_a_recovered_run_says_so_once_and_in_its_summary(make_health, caplog):
     assert health.step(101, WELL)["guard/alarm"] == 0.0
 
 
-@pytest.mark.parametrize("setting", ["train.updates_per_batch=4", "replay.max_uses=4"])
+@pytest.mark.parametrize("setting", ["train.updates_per_batch=4", "replay.max_trained_per_generated=4"])
 def test_further_updates_on_a_batch_are_no_news(make_health, setting):
     health = make_health(setting)
     run(health, WELL, 1, 240)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from builders import tiny_llama
+from resolved import resolved
 
 from tba.config import load_config
-from tba.launch.defaults import with_objective_defaults
 from tba.models.weights import make_weights
 from tba.train.reference import Beta, ReferenceResets, on_cpu
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 
 def beta_of(*overrides: str) -> Beta:
-    return Beta(with_objective_defaults(load_config(None, ["train.max_steps=100", *overrides])))
+    return Beta(resolved(load_config(None, ["train.max_steps=100", *overrides])))
 
 
 def test_beta_falls_where_the_distance_to_the_reference_would_cost_more_than_a_twentieth_of_a_reward():

@@ -7,9 +7,9 @@ At the drift asked for here, .2, and 4 nats of entropy an update moves log_pi by
 import math
 
 import pytest
+from resolved import resolved
 
 from tba.config import load_config
-from tba.launch.defaults import with_objective_defaults
 from tba.train.learning_rate import RISE, START, VERSIONS_KEPT, LearningRate
 
 USUAL = 0.4 * 0.1**0.5
@@ -18,7 +18,7 @@ USUAL = 0.4 * 0.1**0.5
 
 def rate_of(*overrides: str) -> LearningRate:
     settings = ["train.max_steps=200", "train.target_drift=0.2", *overrides]
-    return LearningRate(with_objective_defaults(load_config(None, settings)))
+    return LearningRate(resolved(load_config(None, settings)))
 
 
 def at(rate: LearningRate, step: int) -> float:
@@ -59,7 +59,6 @@ def test_auto_falls_to_zero_over_the_second_half():
     rate = begun(1e-4)
     # settle .5 of 200 steps: from step 100 on (200 - step) / 100
     assert [at(rate, step) for step in (0, 100, 150, 199, 200)] == pytest.approx([1e-4, 1e-4, 5e-5, 1e-6, 0.0])
-    assert at(begun(1e-4, overrides=("train.settle=0",)), 199) == 1e-4
 
 
 def test_the_rate_of_a_run_by_seconds_falls_with_the_time():
@@ -124,7 +123,7 @@ def test_updates_add_up_by_their_squares_over_the_lag(lag, size):
 )
 def test_second_updates_count_in_the_version_that_they_were_made_for(mode, sizes):
     for lag, squares in sizes:
-        rate = begun(12e-4, 4e-4, overrides=(mode, *(["lag_steps=2"] if "lag" in mode else [])))
+        rate = begun(12e-4, 4e-4, overrides=(mode, *(["replay.max_lag=2"] if "lag" in mode else [])))
         rate.made(5e-4, of_new_batch=False)
         rate.made(3e-4, of_new_batch=True)
         rate.for_batch(3, 0.0, drifted(0.6, lag=lag), entropy=4.0)
@@ -320,7 +319,7 @@ def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_drift_that_auto_a
     ],
 )
 def test_movements_are_longer_in_a_run_of_few_steps_by_the_root(limits, step, progress, factor):
-    config = with_objective_defaults(load_config(None, [*limits, "train.second_update_after=0"]))
+    config = resolved(load_config(None, [*limits, "train.second_update_after=0"]))
     assert LearningRate(config).horizon(step, progress) == pytest.approx(factor)
 
 

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from builders import ragged_batch, tiny_llama
+from resolved import resolved
 
 from tba.config import Config, ConfigError, TrainConfig, dump_config, load_config
-from tba.launch.defaults import with_objective_defaults
-from tba.launch.resume import resumed_config, with_stored_defaults
-from tba.objectives.registry import make_objective
+from tba.launch.resume import resumed_config
+from tba.objectives.base import Coupling, Needs, Objective, mean_over_responses, penalised_rewards
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.observe.run_folder import RunFolder
 from tba.policy.model import PolicyModel
@@ -21,7 +22,7 @@ from tba.train.optimizer import MasterAdamW
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.train.updates import SpareTime, Updates
-from tba.types import Batch, Totals
+from tba.types import Batch, Forward, Loss, Totals
 
 
 def make_step(**settings) -> TrainStep:
@@ -31,7 +32,7 @@ def make_step(**settings) -> TrainStep:
 
 
 def config_of(*overrides: str) -> Config:
-    return with_objective_defaults(load_config(None, ["model.device=cpu", *overrides]))
+    return resolved(load_config(None, ["model.device=cpu", *overrides]))
 
 
 def make_updates(folder, step: TrainStep, *overrides: str) -> Updates:
@@ -155,7 +156,7 @@ def test_the_unit_of_rewards_is_twice_their_largest_spread_so_far_and_part_of_a_
 def test_rewards_have_a_unit_of_their_own_where_beta_is_unset(overrides, unit):
     filled = config_of(*overrides)
     assert filled.objective.reward_unit == unit
-    assert with_objective_defaults(filled) == filled
+    assert resolved(filled) == filled
 
 
 def unseen_movement(updates: Updates, batch: Batch, result: StepResult) -> float:
@@ -203,18 +204,30 @@ def test_nothing_moves_before_rewards_differ_and_the_first_batch_in_which_they_d
     assert unseen_movement(updates, own_batch(1), result) == pytest.approx(wanted, rel=0.25)
 
 
+class ReturnsAlone(Objective):
+    """-mean R log pi: no response is compared with another."""
+
+    default_coupling: ClassVar[Coupling] = "response"
+    needs: ClassVar[Needs] = Needs(reference=True)
+    default_beta: ClassVar[float] = 0.0
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        value_PK = -penalised_rewards(batch, beta=beta) * batch.sum_per_response(forward.log_pi_N)
+        return Loss(value=mean_over_responses(value_PK, batch), metrics={})
+
+
 def test_an_objective_without_groups_learns_from_equal_rewards(tmp_path):
-    config = config_of("objective.name=reinforce", "objective.baseline=none", "train.second_update_after=0")
+    config = config_of("objective.name=reinforce", "train.second_update_after=0")
     updates = Updates(config, make_step(), LearningRate(config), Beta(config), tmp_path)
-    updates.train_step.objective = make_objective(config)
+    updates.train_step.objective = ReturnsAlone()
     equal = replace(own_batch(0), reward_PK=torch.ones_like(own_batch(0).reward_PK))
     assert updates.first(equal, step=0, progress=0.0).metrics["learning_rate"] > 1e-5
 
 
 def test_a_gradient_of_nothing_is_not_stretched(tmp_path):
-    config = config_of("objective.name=reinforce", "objective.baseline=none", "objective.beta=0")
+    config = config_of("objective.name=reinforce", "objective.beta=0")
     updates = Updates(config, make_step(), LearningRate(config), Beta(config), tmp_path)
-    updates.train_step.objective = make_objective(config)
+    updates.train_step.objective = ReturnsAlone()
     nothing = replace(own_batch(0), reward_PK=torch.zeros_like(own_batch(0).reward_PK))
     assert updates.first(nothing, step=0, progress=0.0).metrics["learning_rate"] == 1e-6
 
@@ -243,11 +256,10 @@ def test_where_the_roles_take_turns_without_lag_the_movement_of_each_batch_is_me
     assert "movement" not in result.metrics
     assert updates.rate.batches == 1
     new, own = unseen_movement(updates, batch, result), step.movement(batch, result.outputs)
-    assert updates.rate.own_factor == pytest.approx(
-        own / new, rel=0.25
-    )  # as near as the stretched update is to its aim
+    # As near as the stretched update is to its aim.
+    assert updates.rate.own_factor == pytest.approx(own / new, rel=0.25)
     assert math.exp(updates.rate.stiffness) == pytest.approx(new / result.metrics["learning_rate"], rel=0.25)
-    lagged = make_auto(tmp_path, make_step(), "mode=fixed_lag", "lag_steps=1")
+    lagged = make_auto(tmp_path, make_step(), "mode=fixed_lag", "replay.max_lag=1")
     lagged.first(own_batch(0), step=0, progress=0.0)
     lagged.first(own_batch(1), step=1, progress=0.0)
     assert lagged.rate.batches == 2  # of the first, which does not lag, and of the second by its drift
@@ -325,7 +337,7 @@ def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, afte
         (["objective.off_policy=token"], 3),
         (["objective.name=grpo"], 0),
         (["mode=sync"], 3),
-        (["mode=fixed_lag", "lag_steps=2"], 3),
+        (["mode=fixed_lag", "replay.max_lag=2"], 3),
         (["model.dtype=bfloat16"], 0),
         (["train.learning_rate=1e-4"], 0),
         (["train.updates_per_batch=2"], 0),
@@ -334,8 +346,8 @@ def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, afte
         (["replay.on_policy_probability=0.5"], 0),
         (["replay.imports=[old.jsonl]"], 0),
         (["search.explore.reference_share=0.25"], 0),
-        (["replay.lag=pace", "replay.max_lag=0"], 0),
-        (["replay.lag=drop"], 0),
+        (["replay.max_lag=0"], 0),
+        (["replay.max_lag=8"], 0),
         (["reference.reset_every=10"], 0),
         (["runtime.kind=ray"], 3),  # the settings of this test name a device
         (["objective.name=grpo", "train.second_update_after=5"], 5),
@@ -344,12 +356,12 @@ def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, afte
 def test_second_updates_are_made_where_an_objective_bounds_stale_pushes_and_the_distance_can_be_seen(overrides, after):
     filled = config_of(*overrides)
     assert filled.train.second_update_after == after
-    assert with_objective_defaults(filled) == filled
+    assert resolved(filled) == filled
 
 
 def test_on_ray_nobody_here_knows_what_the_trainers_node_computes_in():
-    assert with_objective_defaults(load_config(None, ["runtime.kind=ray"])).train.second_update_after == 0
-    known = with_objective_defaults(load_config(None, ["runtime.kind=ray", "model.dtype=float32"]))
+    assert resolved(load_config(None, ["runtime.kind=ray"])).train.second_update_after == 0
+    known = resolved(load_config(None, ["runtime.kind=ray", "model.dtype=float32"]))
     assert known.train.second_update_after == 3
 
 
@@ -370,11 +382,12 @@ def test_a_run_that_resumes_has_the_second_updates_it_was_started_with(tmp_path)
     config = load_config(None, ["model.device=cpu", f"output={tmp_path}", "name=run"])
     folder = RunFolder(config.run_folder)
     folder.path.mkdir()
-    started = with_objective_defaults(config)
+    started = resolved(config)
     folder.config.write_text(dump_config(started))
-    resumed = with_objective_defaults(with_stored_defaults(config))
-    assert resumed.train.second_update_after == 3
-    assert resumed_config(resumed, folder) == started
+    assert started.train.second_update_after == 3
+    assert resumed_config(config, folder) == started
+    on_gpu = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    assert resumed_config(on_gpu, folder).train.second_update_after == 3
 
 
 def spare_time(*waited: float) -> SpareTime:

@@ -170,7 +170,7 @@ class Callbacks(RunListener):
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """What EarlyStoppingCallback compares with; it is told of an evaluation before that counts."""
         evaluate, state = self._args.evaluate, self.state
-        value = metrics.get(deciding_metric(evaluate.best_metric, self._first, metrics))
+        value = metrics.get(deciding_metric(evaluate.metric, self._first, metrics))
         if value is None:
             return
         if state.best_metric is None or (

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from tba.api.names import DIRECT, GRPO_DEFAULTS, GRPO_UNSET, REFUSED, SETTINGS, in_python_words
 from tba.api.translate import translated
 from tba.config import Config, ConfigError, load_config
-from tba.launch.defaults import with_objective_defaults
+from tba.objectives.registry import make_objective
 
 logger = logging.getLogger("tba")
 
@@ -125,7 +125,7 @@ class TBAConfig(_Arguments):
         if metric is not None and self.greater_is_better is None:  # as transformers decides it
             self.__dict__["greater_is_better"] = not metric.endswith("loss")
         with in_python_words():
-            with_objective_defaults(self.config)  # refuses what is wrong now, not when the run starts
+            make_objective(self.config)  # refuses what is wrong now, not when the run starts
 
     @classmethod
     def of(cls, args: TBAConfig | Config | Mapping[str, Any] | None) -> TBAConfig:

@@ -59,7 +59,7 @@ SETTINGS = _table("""
     eval_steps                      evaluate.every; below 1 = share of the run
     eval_strategy                   evaluate.every: both ends only, every eval_steps, or every epoch
     metric_for_best_model           evaluate.best_metric; eval_ before the name may stay
-    greater_is_better               the reverse of evaluate.lower_is_better
+    greater_is_better               evaluate.best_metric: where it is False, with a minus before it
     load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
     logging_steps                   how often eval_strategy="steps" evaluates without eval_steps; every step is logged
     logging_strategy                every step has a line in metrics.jsonl, whatever it says
@@ -82,7 +82,7 @@ SETTINGS = _table("""
     use_vllm                        generate.engine=vllm
     shuffle_dataset                 = search.shuffle
     loss_type                       objective.name; grpo and its kin, dr_grpo, or one of ours; unset = tb
-    epsilon                         objective.clip_low and clip_high, or objective.clip, where the objective has a ratio
+    epsilon                         objective.clip, and objective.clip_high where the objective has one
     epsilon_high                    objective.clip_high, where the objective has one
     delta                           objective.max_ratio of grpo and dr_grpo
     importance_sampling_level       objective.ratio of grpo and dr_grpo: token or sequence
@@ -102,7 +102,7 @@ REFUSED = _table("""
     fp16                            use bf16=True: fp32 master weights stand behind it, and it needs no loss scaling
     min_p                           use top_p or top_k
     repetition_penalty              sampled responses must be the policy's own: leave it at 1, or penalise in a reward
-    vllm_mode                       vLLM runs in the searchers: leave it out, or place them with runtime={"placement": ...}
+    vllm_mode                       vLLM runs in the searchers: leave it out, or place them with search={"devices": [...]}
     vllm_tensor_parallel_size       each searcher has one GPU: use search={"num_searchers": N} for more of them
     vllm_structured_outputs_regex   score the format in a reward
     sapo_temperature_neg            loss_type="sapo" has the 1.05 of its paper

@@ -104,7 +104,8 @@ def generate(
 ) -> list[list[str]]:
     """Responses of the engine that searchers use: texts for each prompt, in their order."""
     from tba.generate.sampling import training_sampling
-    from tba.launch.defaults import with_defaults
+    from tba.launch.memory import Machine, ModelShape
+    from tba.launch.resolve import resolve
     from tba.models.cpu import use_cpu
     from tba.models.load import load_model
     from tba.runtime.threads import threads_alone
@@ -113,7 +114,7 @@ def generate(
     from tba.types import Request
 
     use_cpu(threads_alone(config))
-    loaded = load_model(config.trainer_model)
+    loaded = load_model(config.model)
     room = loaded.context - config.generate.max_new_tokens
     template = config.task.chat_template_kwargs
     made = [
@@ -123,7 +124,8 @@ def generate(
         for index, text in enumerate(prompts)
     ]
     longest = max((len(prompt.token_ids) for prompt in made), default=1)
-    config = with_defaults(config, loaded, longest_prompt=lambda: longest, trains=False)
+    shape, machine = ModelShape.of(loaded), Machine.found(config)
+    config = resolve(config, shape, machine, longest_prompt=lambda: longest, trains=False)
     sampling = replace(training_sampling(config), greedy=greedy)
     found: dict[tuple[int, int], str] = {}
     requests = (Request(prompt=prompt) for prompt in made)

@@ -44,7 +44,7 @@ RATIOS = {
 OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}
 """Values of these that ask for nothing."""
 CLIPS: dict[str, dict[str, str]] = {
-    **{name: {"epsilon": "clip_low", "epsilon_high": "clip_high"} for name in ("grpo", "dr_grpo")},
+    **{name: {"epsilon": "clip", "epsilon_high": "clip_high"} for name in ("grpo", "dr_grpo")},
     **{name: {"epsilon": "clip"} for name in ("proximal_rloo", "ppo", "vineppo")},
     "cispo": {"epsilon_high": "clip_high"},
 }
@@ -297,9 +297,8 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
     if "eval_strategy" in given or "eval_steps" in given:
         found["evaluate.every"] = steps.every("eval", default=logging) or 0
     if "metric_for_best_model" in given:
-        found["evaluate.best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
-    if given.get("greater_is_better") is False:
-        found["evaluate.lower_is_better"] = True
+        name = str(given["metric_for_best_model"]).removeprefix("eval_")
+        found["evaluate.best_metric"] = f"-{name}" if given.get("greater_is_better") is False else name
     _strategy(given, "logging_strategy")  # refuses what is no strategy; every step has a line
     if given.get("disable_tqdm") is not None:
         found["observe.progress"] = not given["disable_tqdm"]

@@ -64,7 +64,7 @@ def train(
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     if accept_lost_replay and not resume:
         raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
-    config = resolve(
+    config = given_config(
         run_arguments(arguments or []) if resume else arguments or [],
         model=model,
         data=data,
@@ -85,9 +85,10 @@ def train(
             raise typer.Exit(join_torchrun(started, config))
         config = with_torchrun(config, started)
     if dry_run:
-        from tba.launch.defaults import with_objective_defaults
+        from tba.launch.memory import Machine
+        from tba.launch.resolve import resolve
 
-        typer.echo(dump_config(with_objective_defaults(config)), nl=False)
+        typer.echo(dump_config(resolve(config, None, Machine.seen())), nl=False)
         return
     from tba.launch.checks import check_before_loading
     from tba.launch.operate import stopped_words
@@ -231,7 +232,7 @@ def _settings(arguments: list[str]) -> dict[str, str]:
     return {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
 
 
-def resolve(
+def given_config(
     arguments: list[str],
     *,
     model: str | None,

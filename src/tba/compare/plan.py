@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
-from tba.launch.defaults import with_objective_defaults
+from tba.launch.memory import Machine
+from tba.launch.resolve import resolve
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
 
@@ -203,7 +204,7 @@ def make_cell(study: Study, folder: Path, row: str, column: str, seed: int, valu
     settings = [item for layer in [*layers, {"seed": seed}] for item in flatten(layer).items()]
     own = [("name", folder.name), ("output", str(folder.parent)), ("observe.progress", False)]
     config = load_config(None, [f"{name}={json.dumps(value)}" for name, value in [*settings, *own]])
-    resolved = flatten(with_objective_defaults(config).model_dump(mode="json"))
+    resolved = flatten(resolve(config, None, Machine.seen()).model_dump(mode="json"))
     given = json.loads(json.dumps(dict(settings)))  # as a record holds them
     defaults = {key: value for key, value in resolved.items() if key not in given and key not in OF_ITS_PLACE}
     return Cell(

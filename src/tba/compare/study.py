@@ -8,7 +8,7 @@ rows:
   rloo: {objective.name: rloo}
 columns:
   "0": {mode: sync}
-  "10": {mode: fixed_lag, lag_steps: 10}
+  "10": {mode: fixed_lag, replay.max_lag: 10}
 seeds: [0, 1, 2]
 metric: accuracy
 """

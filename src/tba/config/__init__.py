@@ -18,7 +18,7 @@ from tba.config.files import (
     yaml_words,
 )
 from tba.config.root import Config
-from tba.config.runtime import PlacementConfig, RuntimeConfig
+from tba.config.runtime import RuntimeConfig
 from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     DEFAULT_STEPS,
@@ -45,7 +45,6 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "ObserveConfig",
-    "PlacementConfig",
     "RedTeamConfig",
     "ReferenceConfig",
     "ReplayConfig",

@@ -43,9 +43,7 @@ class Config(Section):
     """Seed of prompt order, sampling and replay."""
     mode: Literal["async", "sync", "fixed_lag"] = "async"
     """How searchers and trainer run: async = in processes of their own, without a barrier; sync = by turns in one
-    process, lag 0; fixed_lag = by turns, the searcher with weights exactly lag_steps old (for studies of staleness)."""
-    lag_steps: int = Field(default=1, ge=1)
-    """Number of optimizer steps between the weights that generate and those that train, in mode=fixed_lag."""
+    process, lag 0; fixed_lag = by turns, the searcher with weights exactly replay.max_lag steps old (for studies)."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     generate: GenerateConfig = GenerateConfig()
@@ -94,23 +92,10 @@ class Config(Section):
     def run_folder(self) -> Path:
         return self.output / self.run_name
 
-    @property
-    def trainer_devices(self) -> tuple[str, ...]:
-        """Devices of the trainer, one per rank."""
-        placement = self.runtime.placement
-        return placement.trainer if placement is not None and placement.trainer else (self.model.device,)
-
-    @property
-    def trainer_model(self) -> ModelConfig:
-        """The model as the trainer loads it."""
-        return self.model.model_copy(update={"device": self.trainer_devices[0]})
-
     def searcher_device(self, index: int) -> str:
-        """Device of searcher `index`: that of its place in runtime.placement, or model.device."""
-        placement = self.runtime.placement
-        if placement is not None and placement.searchers:
-            return placement.searchers[index % len(placement.searchers)]
-        return self.model.device
+        """Device of searcher `index`: that of its place in search.devices, or model.device."""
+        devices = self.search.devices
+        return devices[index % len(devices)] if devices else self.model.device
 
     def for_searcher(self, index: int) -> Config:
         """The config that searcher `index` is made from: the run's, with the device of this searcher."""
@@ -134,16 +119,32 @@ class Config(Section):
         return 1 if self.takes_turns else 2 * self.train.publish_every
 
     @property
-    def max_lag(self) -> int:
-        """Largest lag: replay.max_lag; unset it is 8, or with replay.lag=pace 1 + spare_lag + the optimizer steps that all
-        KV slots, and search.reward_workers beyond one, hold the responses of: fewer would leave them empty."""
-        if self.replay.max_lag is not None:
-            return self.replay.max_lag
-        if self.replay.lag != "pace":
-            return 8
-        slots = self.search.count * (self.generate.slots or 0)
-        judged = self.search.count * ((self.search.reward_workers or 1) - 1) * self.samples_generated_per_prompt
-        return 1 + self.spare_lag + math.ceil((slots + judged) / self.train.responses_per_step)
+    def uses_per_group(self) -> int | None:
+        """Number of batches that a group is trained in, where groups wait in a queue and are trained in the order of their
+        arrival: replay.max_trained_per_generated / train.updates_per_batch. None = there is no queue: the roles take turns,
+        older responses are drawn too, or it is no whole number."""
+        replay, updates = self.replay, self.train.updates_per_batch
+        uses = (replay.max_trained_per_generated or updates) / updates
+        # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
+        is_queue = not self.takes_turns and not replay.imports and replay.on_policy_probability in (None, 1.0)
+        return int(uses) if is_queue and uses.is_integer() else None
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether searchers wait where what they begin now would be older than replay.max_lag when it is trained. What a
+        reset of the reference drops would be missing in the pace."""
+        drops = bool(self.reference.reset_every) and self.replay.on_reference_reset == "drop"
+        return self.uses_per_group is not None and not drops
+
+    @property
+    def expires(self) -> bool:
+        """Whether responses beyond replay.max_lag leave the buffer."""
+        return self.replay.max_lag is not None and self.mode != "fixed_lag" and not self.keeps_pace
+
+    @property
+    def lag_steps(self) -> int:
+        """Number of optimizer steps between the weights that generate and those that train, in mode=fixed_lag."""
+        return self.replay.max_lag or 1
 
     @property
     def spare_lag(self) -> int:
@@ -153,18 +154,16 @@ class Config(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Number of optimizer steps that train on the groups of one batch: train.updates_per_batch *
-        replay.max_uses."""
-        return self.train.updates_per_batch * (self.replay.max_uses or 1)
+        """Number of optimizer steps that train on the groups of one batch."""
+        return self.train.updates_per_batch * (self.uses_per_group or 1)
 
     @property
     def max_waiting_groups(self) -> int | None:
-        """Number of groups that may wait in the queue of replay.max_uses; None = as many as come, where their age is
-        bounded otherwise."""
-        if self.replay.lag != "keep":
+        """Number of groups that may wait in the queue, of which the oldest leave untrained beyond it; None = as many as
+        come, where their age is bounded otherwise."""
+        if self.keeps_pace or self.expires:
             return None
-        initial_groups = math.ceil(self.replay.initial_responses / self.samples_generated_per_prompt)
-        return max(2 * self.train.prompts_per_step, initial_groups)
+        return 2 * self.train.prompts_per_step
 
     @property
     def takes_turns(self) -> bool:
@@ -189,12 +188,8 @@ class Config(Section):
         return every > 0 and step % every == 0
 
     def beta_at(self, step: int, progress: float) -> float:
-        assert self.objective.beta is not None, "filled in by tba.launch.defaults"
+        assert self.objective.beta is not None, "filled in by tba.launch.resolve"
         return self.objective.beta.at(step, progress=progress)
-
-    def reference_weight_at(self, step: int, progress: float) -> float:
-        weight = self.objective.reference_weight
-        return 1.0 if weight is None else weight.at(step, progress=progress)
 
     def target_temperature_at(self, step: int, progress: float) -> float:
         temperature = self.objective.target_temperature
@@ -202,7 +197,7 @@ class Config(Section):
 
     def has_plain_target_at(self, step: int, progress: float) -> bool:
         """Whether the target is pi_ref exp(r / beta) itself."""
-        return self.reference_weight_at(step, progress) == self.target_temperature_at(step, progress) == 1.0
+        return self.target_temperature_at(step, progress) == 1.0
 
     def learning_rate_at(self, step: int, progress: float) -> float:
         """Learning rate of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
@@ -224,7 +219,7 @@ class Config(Section):
         if self.takes_turns and self.train.ranks != 1:
             raise ValueError(
                 f"train.ranks={self.train.ranks} needs mode=async: in {self.mode} mode one process generates and trains. "
-                "For responses of the newest weights only, use mode=async with replay.lag=pace and replay.max_lag=0."
+                "For responses of the newest weights only, use mode=async with replay.max_lag=0."
             )
         if self.observe.on_collapse == "rollback" and self.train.keep_checkpoints == 0:
             raise ValueError(
@@ -239,18 +234,10 @@ class Config(Section):
         self._check_placement()
         self._check_turns()
         self._check_reference_share()
-        self._check_replay()
         self._check_durability()
-        reuse = self.replay.max_trained_per_generated
-        if self.replay.lag == "pace" and reuse is not None and reuse < self.train.updates_per_batch:
+        if self.replay.max_lag is not None and self.replay.max_lag < self.train.publish_every - 1:
             raise ValueError(
-                f"replay.max_trained_per_generated={reuse:g} below train.updates_per_batch="
-                f"{self.train.updates_per_batch} contradicts replay.lag=pace: the trainer would wait for responses that the "
-                "pace limit holds back."
-            )
-        if self.replay.lag in ("pace", "drop") and self.max_lag < self.train.publish_every - 1:
-            raise ValueError(
-                f"replay.max_lag={self.max_lag} cannot be kept with weights every "
+                f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
             )
         self._check_lora()
@@ -280,33 +267,25 @@ class Config(Section):
 
     def _check_placement(self) -> None:
         """Refuse devices where roles are placed by others, or are one process."""
-        if self.runtime.kind == "ray" and self.runtime.placement is not None:
+        devices = dict.fromkeys((self.model.device, *self.search.devices))
+        if self.runtime.kind == "ray" and self.search.devices:
             raise ValueError(
-                "runtime.placement cannot be used with runtime.kind=ray: Ray places roles, each on a GPU where there are "
-                "some. Leave it out, or use runtime.kind=local."
+                "search.devices cannot be used with runtime.kind=ray: Ray places roles, each on a GPU where there are some. "
+                "Leave it out, or use runtime.kind=local."
             )
-        devices, ranks = self.trainer_devices, self.train.ranks
-        gpus = [device for device in devices if device != "cpu"]
-        is_open = len(devices) == 1 and devices[0] in ("auto", "cpu", "cuda")
-        if not is_open and (len(devices) != ranks or len(set(gpus)) != len(gpus)):
+        if self.train.ranks > 1 and self.model.device not in ("auto", "cpu", "cuda", "cuda:0"):
             raise ValueError(
-                f"the trainer has the devices {', '.join(devices)} (runtime.placement.trainer or model.device) and "
-                f"train.ranks={ranks}: name one for each rank, or none."
+                f"model.device={self.model.device} is one device and train.ranks={self.train.ranks} want one each: use "
+                "model.device=cuda, for the first of those that CUDA_VISIBLE_DEVICES names."
             )
-        devices = (*self.trainer_devices, self.searcher_device(0))
-        if self.takes_turns and len(set(devices)) > 1:
+        if self.takes_turns and len(devices) > 1:
             raise ValueError(
-                f"runtime.placement gives the devices {', '.join(dict.fromkeys(devices))} to a run in {self.mode} mode, "
-                "where trainer and searcher are one process on one device: set model.device, or use mode=async."
+                f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, where trainer and "
+                "searcher are one process on one device: leave search.devices out, or use mode=async."
             )
 
     def _check_lora(self) -> None:
-        """Refuse an adapter that no engine leaves unmerged, and a reference that an adapter cannot have."""
-        if self.generate.lora == "unmerged" and (self.model.lora is None or self.generate.engine != "vllm"):
-            raise ValueError(
-                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines decide by the dtype. "
-                "Leave it out."
-            )
+        """Refuse a reference that an adapter cannot have."""
         if self.model.lora is not None and self.reference.reset_every:
             raise ValueError(
                 f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
@@ -338,11 +317,8 @@ class Config(Section):
                 f"what was generated for it, train.updates_per_batch={updates} times: leave it unset, or change "
                 "train.updates_per_batch."
             )
-        if self.mode == "fixed_lag" and self.replay.lag == "drop" and self.max_lag < self.lag_steps:
-            raise ValueError(
-                f"replay.max_lag={self.max_lag} with replay.lag=drop would drop every response of mode=fixed_lag "
-                f"lag_steps={self.lag_steps}: use replay.lag=keep."
-            )
+        if self.mode == "fixed_lag" and self.replay.max_lag == 0:
+            raise ValueError("replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync.")
 
     def _check_durability(self) -> None:
         """Refuse a second node where there is one only."""
@@ -357,22 +333,4 @@ class Config(Section):
             raise ValueError(
                 f"replay.durability=node keeps a second copy of every group on another node, and {where} has only one: use "
                 "replay.durability=power, or run in mode=async with runtime.kind=ray and the runtime.address of a cluster."
-            )
-
-    def _check_replay(self) -> None:
-        replay, per_visit = self.replay, self.samples_generated_per_prompt
-        if replay.max_uses is not None and replay.on_policy_probability not in (None, 1.0):
-            raise ValueError(
-                f"replay.max_uses={replay.max_uses} trains groups in the order of their arrival, which contradicts "
-                f"replay.on_policy_probability={replay.on_policy_probability:g}: leave one of them unset."
-            )
-        if replay.initial_responses > replay.capacity:
-            raise ValueError(
-                f"replay.initial_responses={replay.initial_responses} do not fit into replay.capacity={replay.capacity}."
-            )
-        paced = self.train.prompts_per_step * (self.max_lag // self.steps_per_batch + 1) * per_visit
-        if replay.lag == "pace" and replay.initial_responses > paced:
-            raise ValueError(
-                f"replay.initial_responses={replay.initial_responses} cannot be reached: replay.lag=pace with "
-                f"replay.max_lag={self.max_lag} lets searchers generate {paced} before the first step. Raise max_lag."
             )

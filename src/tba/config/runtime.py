@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from tba.config.base import Device, OnOff, Section
-
-Devices = Annotated[tuple[Device, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-"""Devices, of which one may stand without a list."""
-
-
-class PlacementConfig(Section):
-    """Which device of this machine each role uses, for runtime.kind=local. With different ones, or a role on the CPU beside
-    one on a GPU, weights go through the machine's memory."""
-
-    trainer: Devices = ()
-    """Devices of the trainer, one per rank, such as cuda:0; empty = model.device."""
-    searchers: Devices = ()
-    """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3]: searcher i uses number i, and where there are more
-    searchers than devices the list begins again; empty = model.device."""
+from tba.config.base import OnOff, Section
 
 
 class RuntimeConfig(Section):
@@ -32,8 +18,6 @@ class RuntimeConfig(Section):
     address: str | None = None
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
     on this machine, which nobody else can reach, and ends with the run."""
-    placement: PlacementConfig | None = None
-    """Devices of this machine for trainer and searchers; None = all use model.device."""
     threads: int | None = Field(default=None, ge=1)
     """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
     shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one
@@ -42,18 +26,13 @@ class RuntimeConfig(Section):
     of them slow. A trainer on a CPU computes its micro-batches side by side with so many workers, each a single thread. With
     None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
     otherwise one for each of its threads."""
-    start_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline for a searcher's first sign of life, after its model is loaded, for the buffer's first fill, which counts
-    only while no searcher works, and for the trainer's first step, which may compile kernels."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
-    searcher that shows none is replaced, a trainer is killed and resumed."""
+    """Deadline of every wait, which counts only while the awaited role does nothing, and for a sign of life: a searcher that
+    shows none, also while it loads its model, is replaced, a trainer is killed and resumed. Raise it for a model that takes
+    longer to load or to compile."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Whether CUDA MPS lets roles on one GPU run side by side: auto = where a GPU is shared and it can be started. `tba
     doctor` says what it gains and risks."""
-    max_trainer_restarts: int = Field(default=3, ge=0)
-    """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint
-    between; 0 = never."""
 
     @model_validator(mode="after")
     def _check(self) -> RuntimeConfig:

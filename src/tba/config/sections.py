@@ -17,6 +17,8 @@ Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(valu
 """`auto` may be written for None."""
 DEFAULT_STEPS = 200
 """Optimizer steps of a run for which neither steps nor seconds are given."""
+CUT_OFF_REWARD = -1.0
+"""Reward of a cut-off response under truncated=penalise."""
 LARGEST_RATE = 1.0
 """Largest learning rate: AdamW moves every weight by up to the rate in each step, and weights are smaller than 1."""
 
@@ -46,8 +48,8 @@ class ModelConfig(Section):
     """Compute dtype of trainer and engine; auto = float32 on a CPU, bfloat16 on a GPU. Master weights are always
     float32."""
     device: str = "auto"
-    """Device of trainer and engine, such as cpu or cuda; auto = cuda where there is one, else cpu. For different ones see
-    runtime.placement."""
+    """Device of trainer and engine, such as cpu or cuda; auto = cuda where there is one, else cpu. Searchers may have others
+    (search.devices), and of a trainer on several GPUs (train.ranks) this is the first."""
     lora: LoraConfig | None = None
     """Adapter to train instead of the model (needs PEFT), `lora: {}` for its defaults; the reference is then the base
     model. None = the whole model is trained."""
@@ -93,10 +95,6 @@ class GenerateConfig(Section):
     the loss is never truncated."""
     top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens that responses are sampled from; 0 = all tokens. It changes generation only."""
-    lora: Literal["merged", "unmerged"] = "merged"
-    """How vllm takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding costs no
-    more than without; unmerged = beside them. The other engines decide by the dtype: beside the weights in bf16, where
-    merging loses small changes, merged in float32."""
 
 
 class ReplayConfig(Section):
@@ -124,28 +122,19 @@ class ReplayConfig(Section):
     response counts as often as it was sampled, which policy gradients need, and a policy that has become sure of itself
     keeps full groups."""
     max_trained_per_generated: float | None = Field(default=None, gt=0.0)
-    """Number of times that each response is trained on average before the trainer waits for new ones (Reverb's
-    limiter), second updates (train.second_update_after) aside. None = train.updates_per_batch. Where generating is what
-    takes the time, 2 to 4 learns more from the same responses."""
-    initial_responses: int = Field(default=0, ge=0)
-    """Number of responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 =
-    one batch."""
-    max_uses: int | None = Field(default=None, ge=1)
-    """Number of draws after which a group leaves a queue, in which groups are trained in the order of their arrival,
-    whole, also where S > K. With lag=keep the oldest leave untrained once two steps' worth of groups wait. None =
-    max_trained_per_generated / train.updates_per_batch in mode=async where on_policy_probability is 1 and that is a
-    whole number; otherwise groups stay until age evicts them, and are drawn by on_policy_probability."""
-    lag: Literal["keep", "pace", "drop"] | None = None
-    """What is done about responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights
-    at most max_lag steps behind the step it is meant for; replay, reuse, and batches that other searchers have filled
-    first, may still train it later), drop (responses beyond max_lag leave the buffer, and the trainer waits until what is
-    left fills a batch). Imported responses and the reference's have no lag. None = pace where searchers feed a queue
-    (max_uses), otherwise keep."""
+    """Number of times that each response is trained on average before the trainer waits for new ones (Reverb's limiter),
+    second updates (train.second_update_after) aside. In mode=async, where it is a whole number of batches,
+    on_policy_probability is 1 and nothing is imported, groups wait in a queue: they are trained so often, whole, in the
+    order of their arrival. Otherwise they stay until age evicts them. None = train.updates_per_batch. Where generating is
+    what takes the time, 2 to 4 learns more from the same responses."""
     max_lag: int | None = Field(default=None, ge=0)
-    """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop. For pace it is train.publish_every +
-    the steps that recent visits took, so that a batch is complete as the step before it begins, and 1 more while the
-    trainer waits for responses. At most, and where trainer and searcher both wait for another searcher, it is
-    train.publish_every + 1 + the steps that all KV slots, and search.reward_workers beyond one, hold the responses of."""
+    """Largest lag of a response when it is trained, in optimizer steps. Where groups wait in a queue (see
+    max_trained_per_generated), a searcher starts a visit only with weights at most so far behind the step that the visit is
+    meant for, and no earlier than recent visits needed; reuse, and batches that other searchers have filled first, may still
+    train it later. Where there is no queue, or resets of the reference empty it, older responses leave the buffer, and the
+    trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and
+    the reference's have none. None = for a queue the steps that all KV slots, and search.reward_workers beyond one, hold the
+    responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any age trains (TBA)."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
@@ -178,12 +167,10 @@ class ObjectiveConfig(Section):
     """Number that rewards are divided by before they are trained on: beta and max_kl_penalty are in this unit. spread =
     twice the largest standard deviation of the rewards within prompts so far, which is about 1 for rewards that are right or
     wrong. None = spread for tb where beta is unset, 1 otherwise."""
-    reference_weight: Schedule | None = None
-    """Factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming), for tb and tb_learned_z only;
-    below 1 the target is broader than the reference. None = 1."""
     target_temperature: Schedule | None = None
-    """Temperature tau by which the log of the target, w log pi_ref + r / beta, is divided, for tb and tb_learned_z
-    only; None = 1."""
+    """Temperature tau by which the log of the target, log pi_ref + r / beta, is divided, for tb and tb_learned_z only;
+    None = 1. A target (w log pi_ref + r / b) / t, where w is 1 / gamma of GFNOrg/red-teaming, has beta = b w and
+    tau = t / w."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -208,7 +195,7 @@ class TrainConfig(Section):
     max_seconds: float | None = Field(default=None, gt=0.0)
     """Seconds of training after which the run ends, with the step that goes on then; at least one step is made. They count
     from the first visit to a prompt on, without loading; evaluations count only in mode=async, where they go on beside.
-    The first limit reached ends the run, and what changes over its length (settle, schedules, evaluations) follows the
+    The first limit reached ends the run, and what changes over its length (the rate, schedules, evaluations) follows the
     nearer one. None = no limit."""
     responses_per_step: int = Field(default=128, ge=2)
     """Number of responses in one optimizer step; a multiple of samples_per_prompt."""
@@ -226,14 +213,12 @@ class TrainConfig(Section):
     no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = the rate at which each update moves the policy as far
-    as target_drift says, and less towards the end (settle)."""
+    as target_drift says; over the last half of the run it falls to zero."""
     target_drift: float = Field(default=0.18, gt=0.0, le=10.0)
     """Drift that learning_rate=auto aims at: the mean |change of log_pi| of a new response by one update, in units of
     sqrt(signal x entropy). It is said for a run of 200 steps; of N steps it is sqrt(200 / N) times that. The entropy is that
     of a response in nats. The signal is the correlation of the drift of new responses with their rewards, at least .03; .1
     where it cannot be seen. Lower target_drift where a run is unstable."""
-    settle: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
     """Decay rates of AdamW's averages of the gradient and of its square."""
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
@@ -265,12 +250,7 @@ class TrainConfig(Section):
     truncated: Literal["keep", "drop", "penalise"] = "keep"
     """What happens to responses cut off at the length limit: keep = they keep their reward (as in the paper's GSM8K;
     the task decides what a response without an end gets); drop = they have no weight in the loss; penalise = their
-    reward becomes truncated_reward (as in the paper's TL;DR)."""
-    truncated_reward: float = -1.0
-    """Reward of a cut-off response under truncated=penalise."""
-    equal_reward_groups: Literal["keep", "drop"] = "keep"
-    """What happens to groups whose rewards are all equal: keep, because in TB they carry the pull to the reference, or
-    drop."""
+    reward becomes -1 (as in the paper's TL;DR)."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Number of optimizer steps between checkpoints, from which a run can be resumed; None = only one at the end, besides
     those of the collapse guard, a tenth of the run apart, of which the newest stays until the end."""
@@ -291,7 +271,7 @@ class TrainConfig(Section):
     @property
     def cut_off_reward(self) -> float | None:
         """What a cut-off response gets instead of its reward, under truncated=penalise; None = it keeps its reward."""
-        return self.truncated_reward if self.truncated == "penalise" else None
+        return CUT_OFF_REWARD if self.truncated == "penalise" else None
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -322,9 +302,8 @@ class EvaluateConfig(Section):
     held-out prompts flatter themselves there. A run folder keeps its split; `tba evaluate RUN evaluate.split=held_out`
     reports a run that was tuned on validation."""
     best_metric: str | None = None
-    """Metric that the best checkpoint is kept by, as summary.json names it; None = the first, which the display shows."""
-    lower_is_better: bool = False
-    """Whether a lower value of best_metric is better."""
+    """Metric that the best checkpoint is kept by, as summary.json names it; of one with a minus before it (-kl) the lowest
+    value is the best. None = the first, which the display shows."""
     num_prompts: int = Field(default=500, ge=1)
     """Number of prompts of the split to evaluate on; arithmetic and tldr have 2000 held-out and 1000 validation
     problems, gsm8k 1319 and 500, math 5000 and 500; red_team has one prompt."""
@@ -332,6 +311,15 @@ class EvaluateConfig(Section):
     """Number of samples of each prompt, at the training temperature. For tasks with right answers it is the k of pass@k
     and avg@k (own data: also the mean reward, reward@k); 0 = greedy responses only. For red_team it is the number of
     attacks; 0 = 1,024. tldr always judges one sample and the greedy response."""
+
+    @property
+    def metric(self) -> str | None:
+        """Name of best_metric; None = it is the first."""
+        return None if self.best_metric is None else self.best_metric.removeprefix("-")
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.best_metric is not None and self.best_metric.startswith("-")
 
 
 class ObserveConfig(Section):

@@ -86,8 +86,6 @@ class RedTeamConfig(Section):
     """Label of the classifier whose probability is the score."""
     score: Literal["probability", "log_probability"] = "probability"
     """What the reward is: the mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
-    success_above: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """Mean probability over its replies above which an attack counts as a success."""
     min_attack_tokens: int = Field(default=0, ge=0)
     """Length of the shortest attack that is judged, in tokens; a shorter one is rewarded by -25, the paper's -500
     in the log of the reward at its beta of 0.05."""
@@ -148,14 +146,12 @@ class TaskConfig(Section):
     """Number of train rows of gsm8k, math and tldr that are kept for tuning, chosen by a hash of the question; 0 = all are
     trained on."""
     prompt_template: str | None = None
-    """Prompt of gsm8k and math without chat, with {question} where the question goes; None = the task's own."""
+    """Prompt of gsm8k and math, with {question} where the question goes; with chat the text of the user's message. None =
+    the task's own."""
     chat: bool | Literal["auto"] = "auto"
     """Whether gsm8k and math ask by a user's message in the tokenizer's chat template; auto = where it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """What the chat template gets besides the messages, such as {enable_thinking: false}."""
-    instruction: str | None = None
-    """Text that follows the question of gsm8k and math in the user's message, with chat; None = the task's own; empty =
-    nothing."""
     cut_off_is_wrong: bool = True
     """Whether a response of gsm8k and math that is cut off at generate.max_new_tokens has reward 0; false = it is scored by
     its text alone."""
@@ -217,10 +213,9 @@ class TaskConfig(Section):
                 f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "
                 f"{HUB_NAMES[self.name]}."
             )
-        asked = [name for name in ("prompt_template", "instruction") if getattr(self, name) is not None]
-        if asked and ":" not in self.name and self.name not in HUB_NAMES:
+        if self.prompt_template is not None and ":" not in self.name and self.name not in HUB_NAMES:
             raise ValueError(
-                f"task.{asked[0]} is for {' and '.join(HUB_NAMES)}, and task.name={self.name} asks by its own prompts: "
+                f"task.prompt_template is for {' and '.join(HUB_NAMES)}, and task.name={self.name} asks by its own prompts: "
                 "leave it out, or write its text into the `prompt` column."
             )
         if self.prompt_template is not None and "{question}" not in self.prompt_template:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.config import ConfigError, GenerateConfig, LoraConfig
+from tba.config import ConfigError, GenerateConfig
 from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native.engine import NativeEngine
@@ -59,18 +59,15 @@ def make_engine(
     version: int = 0,
     update: Update = "in_flight",
     explores: bool = False,
-    lora: LoraConfig | None = None,
     beside_trainer: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
     new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
-    them have finished. `explores` says that some
-    requests are sampled otherwise than the config has it. With `lora` (only vllm) the engine is loaded with adapters, which
-    it keeps beside the model's weights. `beside_trainer` says that whole weights come from another process on the same GPU
-    (`Weights.shared`); vLLM then opens them itself. The transformers engine decodes with a copy of the model, where
-    the model is.
+    them have finished. `explores` says that some requests are sampled otherwise than the config has it. `beside_trainer`
+    says that whole weights come from another process on the same GPU (`Weights.shared`); vLLM then opens them itself. The
+    transformers engine decodes with a copy of the model, where the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
     stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
@@ -89,15 +86,13 @@ def make_engine(
         # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
         is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
         scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
-        if scorer is not None and lora is not None:
-            scorer = with_adapters(scorer, model)
         try:  # here alone: vLLM takes seconds to import, and is an extra
             from tba.generate.vllm_engine import make_vllm_engine
         except ImportError as error:
             raise ConfigError(
                 f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
             ) from error
-        return make_vllm_engine(model, scorer=scorer, lora=lora, beside_trainer=beside_trainer, **options)
+        return make_vllm_engine(model, scorer=scorer, beside_trainer=beside_trainer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tba.config import ConfigError, LoraConfig
+from tba.config import ConfigError
 from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.sampling import (
     Response,
@@ -42,7 +42,6 @@ from tba.generate.sampling import (
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
 from tba.generate.vllm_llm import (
     LLM,
-    AdapterFolder,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -70,18 +69,15 @@ def make_vllm_engine(
     device: torch.device | str,
     version: int,
     scorer: Scorer | None,
-    lora: LoraConfig | None = None,
     beside_trainer: bool = False,
 ) -> VllmEngine:
     """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
     other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
-    from (top_p, top_k, min_new_tokens, exploration). With `lora`, what is loaded later are adapters of that kind, for the
-    model as it is now, and the scorer takes adapters too."""
+    from (top_p, top_k, min_new_tokens, exploration)."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     where = torch.device(device)
     try:
-        adapters = None if lora is None else AdapterFolder(lora, model, dtype, where)
         transfer = Transfer.chosen(where, beside_trainer=beside_trainer)
         llm = make_llm(
             model,
@@ -90,15 +86,10 @@ def make_vllm_engine(
             max_length=max_length,
             dtype=dtype,
             device=where,
-            adapters=adapters,
             transfer=transfer,
         )
-        if adapters is None:
-            shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
-            shared.load(Weights(version=version, tensors=parameters))
-        else:
-            shared = SharedLLM(llm=llm, names=frozenset(), scorer=scorer, adapters=adapters)
-            shared.load_start(version)
+        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
+        shared.load(Weights(version=version, tensors=parameters))
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -334,12 +325,10 @@ class SharedLLM:
 
     llm: LLM
     names: frozenset[str]
-    """Of the tensors that weights must have, unless they are adapters."""
+    """Of the tensors that weights must have."""
     scorer: Scorer | None = None
-    adapters: AdapterFolder | None = None
-    """Where weights are adapters: beside the base model, which vLLM was made with."""
     transfer: Transfer = Transfer.in_process
-    """How vLLM takes weights that are no adapters."""
+    """How vLLM takes weights."""
     version: int = -1
     _num_loads: int = 0
     _ids: Iterator[int] = field(default_factory=itertools.count)
@@ -355,8 +344,7 @@ class SharedLLM:
         # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
         # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
         prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
-        adapter = None if self.adapters is None else self.adapters.request
-        self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
+        self.llm.llm_engine.add_request(name, prompt, parameters)
         self._takers[name] = taker
         return name
 
@@ -377,26 +365,12 @@ class SharedLLM:
         """Take new weights while nothing is scheduled; requests that run keep the keys and values that they have."""
         self.llm.sleep(level=0, mode="keep")
         try:
-            if self.adapters is None:
-                self._transfer(weights)
-            else:
-                with self.adapters.written(weights.tensors) as adapter:
-                    self.llm.llm_engine.add_lora(adapter)
+            self._transfer(weights)
         finally:
             self.llm.wake_up(["scheduling"])
         if self.scorer is not None:
             self.scorer.load(weights)
-        self._begin(weights.version)
-
-    def load_start(self, version: int) -> None:
-        """Begin with the base model, where weights are adapters."""
-        assert self.adapters is not None
-        with self.adapters.written_start() as adapter:
-            self.llm.llm_engine.add_lora(adapter)
-        self._begin(version)
-
-    def _begin(self, version: int) -> None:
-        self.version = version
+        self.version = weights.version
         self._num_loads += 1
 
     def _transfer(self, weights: Weights) -> None:

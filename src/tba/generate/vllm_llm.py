@@ -1,4 +1,4 @@
-"""vLLM in this process: how it is made, and how weights and adapters come into it.
+"""vLLM in this process: how it is made, and how weights come into it.
 
 **Weights** go through vLLM's own weight-transfer interface. Two ways, each a backend that is registered with its factory:
 
@@ -10,46 +10,29 @@
 vLLM's own loading fuses the parts, makes layouts for kernels anew where there are any, and copies the values into the
 tensors that are in use, so that compiled graphs stay valid.
 
-**Adapters** stay unmerged, beside the base model's weights. vLLM (0.26 and 0.32) takes them from folders only, so each
-version is written to one in memory (/dev/shm) and given to `LLMEngine.add_lora`. All versions have one id and are loaded in
-place of each other (`load_inplace`): requests hold the id, so running ones go on with the new adapter, as an update in
-flight asks. With an id per version they would keep the old one, and vLLM would compute all versions that are in use. The
-base's weights never change. They come through a loader of our own, because vLLM wraps layers for adapters once they are
-loaded, and its weight-transfer backends know no layers that are wrapped.
-
     llm = make_llm(model, seed=0, slots=8, max_length=512, dtype=dtype, device=device, transfer=transfer)
     transfer.send(llm, weights)
-
-    folder = AdapterFolder(LoraConfig(rank=32), model, dtype, device)
-    llm = make_llm(model, ..., adapters=folder)
-    with folder.written(tensors) as adapter:
-        llm.llm_engine.add_lora(adapter)
-    llm.llm_engine.add_request("0", prompt, parameters, lora_request=folder.request)
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tba.config import ConfigError, LoraConfig
-from tba.models.load import ADAPTER
+from tba.config import ConfigError
 from tba.models.text_part import kv_bytes_per_token
 from tba.types import SharedTensors, Weights
 
@@ -62,8 +45,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import vllm.envs
 from vllm import LLM, SamplingParams
-from vllm.config import ModelConfig, WeightTransferConfig
-from vllm.config.lora import MaxLoRARanks
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -71,12 +53,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.inputs import tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -84,7 +63,6 @@ from vllm.sampling_params import RequestOutputKind
 
 __all__ = [
     "LLM",
-    "AdapterFolder",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -104,14 +82,6 @@ STEP_TOKENS = 4096
 """Most prompt tokens of one step on a CPU, where no prompt is longer."""
 CACHE_BLOCK_TOKENS = 128
 """Most tokens that vLLM allocates keys and values for at once (on a CPU; 16 on a GPU)."""
-
-LOAD_FORMAT = "tba_in_process"
-"""Name of the loader that reads the weights given to `base_weights`."""
-MEMORY = Path("/dev/shm")
-NAME, ADAPTER_ID = "policy", 1
-"""What the adapter is to vLLM, which counts from 1."""
-GPU_DTYPES = (torch.float16, torch.bfloat16)
-"""Those of vLLM's kernels that apply adapters on a GPU."""
 
 SHAPE, DTYPE = 1, 5
 """Places among the arguments of torch's rebuild_cuda_tensor."""
@@ -272,122 +242,6 @@ class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
 WeightTransferEngineFactory.register_engine(Transfer.in_process.value, InProcessTransfer)
 
 
-# --- adapters ----------------------------------------------------------------------------------------------------------
-
-
-_base: dict[str, Tensor] = {}
-
-
-@contextmanager
-def base_weights(model: nn.Module) -> Iterator[None]:
-    """What the loader reads while a vLLM engine is made in this process."""
-    _base.update((name, parameter.detach()) for name, parameter in model.named_parameters())
-    try:
-        yield
-    finally:
-        _base.clear()
-
-
-@register_model_loader(LOAD_FORMAT)
-class InProcessLoader(BaseModelLoader):
-    """vLLM's loader of weights that lie in this process."""
-
-    def download_model(self, model_config: ModelConfig) -> None:
-        pass
-
-    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        loaded: Any = model
-        loaded.load_weights(iter(_base.items()))
-
-
-def target_layers(config: LoraConfig, model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers of the base that may get an adapter, by name: all linear ones but the head, or those of them that are
-    named by the ends of their names."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    layers = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
-    }
-    if not isinstance(config.targets, str):
-        layers = {name: layer for name, layer in layers.items() if name.rsplit(".", 1)[-1] in config.targets}
-    if not layers:
-        raise ConfigError(
-            f"generate.lora=unmerged: {type(model).__name__} has none of the linear layers of model.lora.targets="
-            f"{config.targets}. Set generate.lora=merged."
-        )
-    return layers
-
-
-class AdapterFolder:
-    """What vLLM must be made with for adapters, and the folder that it reads each from."""
-
-    def __init__(self, config: LoraConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """`model` is the base, without an adapter in it."""
-        ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.rank]
-        if not ranks:
-            raise ConfigError(
-                f"generate.lora=unmerged: vLLM takes adapters up to rank {max(get_args(MaxLoRARanks))}, and "
-                f"model.lora.rank is {config.rank}. Lower it, or set generate.lora=merged."
-            )
-        if device.type == "cuda" and dtype not in GPU_DTYPES:
-            raise ConfigError(
-                f"generate.lora=unmerged: vLLM applies adapters on a GPU in 16 bits only, and the model is in {dtype}. Set "
-                "model.dtype=bfloat16, or generate.lora=merged."
-            )
-        self._config = config
-        self._layers = target_layers(config, model)
-        self._names: frozenset[str] | None = None
-        self.options: dict[str, Any] = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
-            "max_lora_rank": min(ranks),
-            # Not the head, which vLLM would prepare for adapters too: then log-probs of prompts fail beside other requests.
-            "lora_target_modules": sorted({name.rsplit(".", 1)[-1] for name in self._layers}),
-        }
-        """What vLLM is made with."""
-
-    @property
-    def request(self) -> LoRARequest:
-        """What each request names its adapter by; nothing is read for it."""
-        return LoRARequest(lora_name=NAME, lora_int_id=ADAPTER_ID, lora_path="in memory")
-
-    @contextmanager
-    def written(self, tensors: Mapping[str, Tensor]) -> Iterator[LoRARequest]:
-        """Write an adapter as it is published, while vLLM loads it in the place of the one before."""
-        if self._names is not None and self._names != tensors.keys():  # vLLM would take what is missing for zeros
-            missing, unknown = sorted(self._names - tensors.keys()), sorted(tensors.keys() - self._names)
-            raise KeyError(f"the adapter does not fit the one before: missing {missing[:1]}, unknown {unknown[:1]}.")
-        others = sorted({name.split(".lora_")[0] for name in tensors} - self._layers.keys())
-        if others:  # vLLM would leave them out
-            raise ConfigError(
-                f"generate.lora=unmerged: the adapter changes {others[0]}, which is not one of the linear layers that vLLM "
-                "was prepared for. Leave it out of model.lora.targets, or set generate.lora=merged."
-            )
-        self._names = frozenset(tensors)
-        with self._saved({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()}) as request:
-            yield request
-
-    @contextmanager
-    def written_start(self) -> Iterator[LoRARequest]:
-        """An adapter that changes nothing, as every adapter is before it is trained: of one layer, the others go without."""
-        name, layer = next(iter(self._layers.items()))
-        a, b = torch.zeros(self._config.rank, layer.in_features), torch.zeros(layer.out_features, self._config.rank)
-        with self._saved({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}) as request:
-            yield request
-
-    @contextmanager
-    def _saved(self, tensors: Mapping[str, Tensor]) -> Iterator[LoRARequest]:
-        layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
-        alpha = 2 * self._config.rank if self._config.alpha is None else self._config.alpha
-        settings = {"peft_type": "LORA", "r": self._config.rank, "lora_alpha": alpha, "target_modules": layers}
-        found = {f"base_model.model.{name}": tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-        # A new folder each time, for vLLM may have mapped the last one's file; gone at once, for a process may be killed.
-        with tempfile.TemporaryDirectory(prefix="tba-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
-            save_file(found, Path(folder) / "adapter_model.safetensors")
-            yield LoRARequest(lora_name=NAME, lora_int_id=ADAPTER_ID, lora_path=folder, load_inplace=True)
-
-
 # --- the engine itself -------------------------------------------------------------------------------------------------
 
 
@@ -409,10 +263,9 @@ def make_llm(
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
-    adapters: AdapterFolder | None = None,
     transfer: Transfer = Transfer.in_process,
 ) -> LLM:
-    """vLLM with a model of this shape: with no weights yet, or, where they are adapters, with the model's own."""
+    """vLLM with a model of this shape, with no weights yet."""
     if current_platform.device_type != device.type:
         raise ConfigError(
             f"generate.engine=vllm: the installed vLLM runs on {current_platform.device_type}, the model is on {device}. "
@@ -444,12 +297,8 @@ def make_llm(
         **memory_options(model, dtype, max_length, slots + 1, device),
         **(whole_prompts(max_length) if device.type == "cpu" else {}),
     }
-    if adapters is None:
-        llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=transfer.value))
-        llm.init_weight_transfer_engine({"init_info": {}})
-    else:
-        with base_weights(model):
-            llm = LLM(**options, load_format=LOAD_FORMAT, **adapters.options)
+    llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=transfer.value))
+    llm.init_weight_transfer_engine({"init_info": {}})
     _kept.append(llm)
     return llm
 

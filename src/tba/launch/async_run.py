@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tba.config import Config
-from tba.launch.devices import placement_of, published_on_gpu
+from tba.launch.memory import gpu_bytes, placement_of, published_on_gpu
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
@@ -207,6 +207,8 @@ def make_runtime(
 ) -> LocalRuntime:
     """What the trainer has of its run; `tensors` are those that will be published, all of them whole."""
     published_bytes = sum(tensor.numel() for tensor in tensors.values()) * loaded.model.dtype.itemsize
+    placement = placement_of(config)
+    gpu = 0 if placement.slots_device == "cpu" else gpu_bytes(placement.slots_device)
     return LocalRuntime(
         config.runtime,
         host,
@@ -216,5 +218,5 @@ def make_runtime(
         canary=learner.train_step.canary,
         ledger=ledger,
         reference_resets=bool(config.reference.reset_every),
-        slots_in_host_memory=published_on_gpu(placement_of(config), published_bytes) == 0,
+        slots_in_host_memory=published_on_gpu(placement, published_bytes, gpu=gpu) == 0,
     )

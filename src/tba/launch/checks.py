@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.sources import with_sources
+
+logger = logging.getLogger("tba")
 
 HUB_COMMAND = (
     "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
@@ -57,6 +61,41 @@ def _check_not_moved(config: Config) -> None:
             raise ValueError(
                 f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link there."
             )
+
+
+def check_devices(config: Config) -> None:
+    """Refuse devices that are not there, by the name of the setting, before a model loads, and tell which nobody uses."""
+    import torch
+
+    devices = config.search.devices
+    named = [("model.device", config.model.device), *(("search.devices", device) for device in devices)]
+    gpus = [(key, device) for key, device in named if re.fullmatch(r"cuda(:\d+)?", device)]
+    count = torch.cuda.device_count() if gpus else 0
+    for key, device in gpus:
+        if int(device.partition(":")[2] or 0) >= count:
+            there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+            raise ConfigError(
+                f"{key}={device} is not there: this machine has {there}"
+                f"{'' if count else ' and no GPU that torch can use'}. Name one of them; `tba doctor` says what torch sees."
+            )
+    if config.search.count < len(devices):
+        logger.warning(
+            "search.devices names %d devices for search.num_searchers=%d: the others stay idle.",
+            len(devices),
+            config.search.count,
+        )
+
+
+def check_room(config: Config, *, num_prompts: int) -> None:
+    """Refuse a replay buffer that cannot hold what a step generates of one prompt, where there are fewer prompts than a step
+    takes."""
+    visits, room = -(-config.train.prompts_per_step // num_prompts), config.replay.capacity_per_prompt
+    if room is not None and room < (needed := visits * config.samples_generated_per_prompt):
+        raise ValueError(
+            f"replay.capacity_per_prompt={room} cannot hold a step: with {num_prompts} prompts one is visited {visits} "
+            f"times for the {config.train.prompts_per_step} of a step, {needed} responses. Raise it, or "
+            "train.samples_per_prompt."
+        )
 
 
 def _refuse_replacing_inputs(config: Config) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tba.config import Config, ConfigError
-from tba.launch.devices import placement_of
+from tba.launch.memory import placement_of
 from tba.launch.run import Interrupt
 from tba.launch.torchrun import Torchrun
 from tba.models.cpu import use_cpu

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, load_config
 from tba.launch.checks import before_collapse, refuse_earlier_version
+from tba.launch.resolve import FILLED
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
 from tba.replay.recover import check_stored
@@ -26,53 +27,21 @@ class RunFinished(ValueError):
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
-    *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
+    "search.num_searchers",  # as `tba searchers` changes them while a run goes on
     *("search.reward_timeout_seconds", "search.reward_workers"),
     "search.reward_environment",
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
-BY_OBJECTIVE = {
-    "objective": ("beta", "max_kl_penalty", "reward_unit"),
-    "reference": ("reset_every",),
-    "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
-    "train": ("second_update_after",),
-}
-"""Settings that objective, mode and device decide where none is given. A resumed run keeps those it was started with, also
-on another device."""
-BY_MACHINE = {
-    "generate": ("slots",),
-    "replay": ("capacity_per_prompt",),
-    "train": ("tokens_per_micro_batch",),
-}
-"""Settings that model and machine decide where none is given: a resumed run keeps those it was started with, too."""
-
-
-def with_stored_defaults(config: Config) -> Config:
-    """The config of a run that is to be resumed; what is not given is as its objective decided when the run was started."""
-    refuse_earlier_version(config.run_folder)
-    path = RunFolder(config.run_folder).config
-    stored = load_config(path) if path.is_file() else None
-    if stored is None or stored.objective.name != config.objective.name:
-        return config
-    return _filled(config, stored, BY_OBJECTIVE)
-
-
-def _filled(config: Config, stored: Config, settings: Mapping[str, Sequence[str]]) -> Config:
-    """The config with the stored values of those of these settings that it does not give."""
-    sections = {}
-    for name, keys in settings.items():
-        given, before = getattr(config, name), getattr(stored, name)
-        missing = {key: getattr(before, key) for key in keys if getattr(given, key) is None}
-        sections[name] = given.model_copy(update=missing)
-    return config.model_copy(update=sections)
 
 
 def resumed_config(config: Config, folder: RunFolder) -> Config:
-    """The config that a run goes on with: the given one (objective's defaults filled in), with what the run has once been
-    given by its machine. A ConfigError names the settings that differ and may not."""
+    """The config that a run goes on with: the given one, with what was left out as it was resolved when the run was started,
+    also on another machine. A ConfigError names the settings that differ and may not."""
+    refuse_earlier_version(folder.path)
     stored = load_config(folder.config)
-    config = _filled(config, stored, BY_MACHINE)
+    if stored.objective.name == config.objective.name:
+        config = _with_stored(config, stored)
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
     if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
         asked["train.max_steps"] = before["train.max_steps"]
@@ -87,6 +56,19 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
             "(train.max_steps may grow), or start a new run under another name."
         )
     return config
+
+
+def _with_stored(config: Config, stored: Config) -> Config:
+    """The config with the stored values of what resolve fills, where it gives none, and of the objective's own settings."""
+    found = config
+    for section in dict.fromkeys(key.partition(".")[0] for key in FILLED):
+        given, before = getattr(config, section), getattr(stored, section)
+        keys = [name for place, _, name in (key.partition(".") for key in FILLED) if place == section]
+        missing = {name: getattr(before, name) for name in keys if getattr(given, name) is None}
+        if section == "objective":
+            missing |= {name: value for name, value in before.settings.items() if name not in given.settings}
+        found = found.model_copy(update={section: given.model_copy(update=missing)})
+    return found
 
 
 def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path | None:

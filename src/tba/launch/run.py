@@ -43,7 +43,7 @@ class RunInputs:
 def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
     """Load model and data: what can be wrong with them shows before a run folder exists. `trains` is False where they are
     only evaluated."""
-    loaded = load_model(config.trainer_model)
+    loaded = load_model(config.model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded, trains=trains)
     if ":" in config.task.name:
@@ -56,13 +56,7 @@ def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
 
 def make_ledger(config: Config, task: Task) -> VisitLedger:
     """The run's visits to the prompts of the train split."""
-    return VisitLedger(
-        len(task.prompts("train")),
-        seed=config.seed,
-        shuffle=config.search.shuffle,
-        skip_solved_after=config.search.skip_solved_after,
-        skip_unsolved_after=config.search.skip_unsolved_after,
-    )
+    return VisitLedger(len(task.prompts("train")), seed=config.seed, shuffle=config.search.shuffle)
 
 
 def make_recorder(

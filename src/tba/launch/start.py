@@ -17,18 +17,27 @@ from tba.config import Config, ConfigError, ModelConfig, dump_config, load_confi
 from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
 from tba.launch.async_run import AsyncRun
-from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate, with_trusted_code
-from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
-from tba.launch.devices import check_devices
+from tba.launch.checks import (
+    check_before_loading,
+    check_devices,
+    check_inputs,
+    check_room,
+    run_of,
+    task_to_evaluate,
+    with_trusted_code,
+)
 from tba.launch.imports import import_groups
+from tba.launch.memory import Machine, ModelShape
 from tba.launch.operate import stopped_words
 from tba.launch.ranks import ranks_of
-from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config, with_stored_defaults
+from tba.launch.resolve import resolve
+from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
+from tba.objectives.registry import make_objective
 from tba.observe.display import show_line, show_summary, steps_words
 from tba.observe.files import WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.recorder import RunListener
@@ -98,15 +107,13 @@ def _load_and_train(
     """Train in a folder that is claimed."""
     began = time.perf_counter()
     use_cpu(threads_of(config).trainer)
-    config = with_objective_defaults(
-        with_stored_defaults(config) if resume else config
-    )  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
         folder.reopen()
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
         check_replay(config, folder, checkpoint, accept_lost=accept_lost_replay)
+    make_objective(config)  # refuses senseless combinations before a model loads
     if host is None:
         start_mps(config)  # before anything touches the GPU
     else:
@@ -120,10 +127,9 @@ def _load_and_train(
         show_line(f"loading {config.model.path}{merged} and the data")
     inputs = load_inputs(config)
     # Bad train rows show here, before anything is written.
-    config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
-    config = with_defaults(
-        config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
-    )
+    check_room(config, num_prompts=len(inputs.task.prompts("train")))
+    longest = partial(inputs.longest_prompt, "train", config.evaluate.split)
+    config = resolve(config, ModelShape.of(inputs.loaded), Machine.found(config), longest_prompt=longest)
     use_cpu(threads_of(config).trainer)  # once more: now the number of searchers is known
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
@@ -260,7 +266,7 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
         weights = folder.newest_checkpoint() if folder.path == path else path
         config = load_run_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
-        start = partial(load_scorer, load_run_config(folder.config, overrides).trainer_model)
+        start = partial(load_scorer, load_run_config(folder.config, overrides).model)
     else:
         own = [] if task is None else [f"task.name={task}"]
         config = load_config(None, [*overrides, *own, f"model.path={target}"])
@@ -276,9 +282,9 @@ def evaluate(
     use_cpu(threads_alone(config))
     check_devices(config)
     inputs = load_inputs(config, trains=False)
-    config = with_defaults(
-        config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split), trains=False
-    )
+    longest = partial(inputs.longest_prompt, config.evaluate.split)
+    shape, machine = ModelShape.of(inputs.loaded), Machine.found(config)
+    config = resolve(config, shape, machine, longest_prompt=longest, trains=False)
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:

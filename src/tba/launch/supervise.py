@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
-from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.supervisor import Host, HostHandle, LocalRoles, Supervisor
 from tba.runtime.threads import threads_of
 
@@ -49,9 +47,6 @@ class Outside:
         self._folder = folder
         self._config_before = _state_of(folder.config)
         self._board = board
-        most = search.max_searchers
-        self._rule = None if most is None else SearcherRule(least=search.count, most=most)
-        """Decides how many searchers there are, until somebody asks for a number; None = nobody but them does."""
         self._control = Control(folder.control)
         self._asked: int | None = None
         """Number of searchers that was asked for last."""
@@ -72,13 +67,8 @@ class Outside:
         self._status.write()
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
-            self._asked, self._rule = asked, None
+            self._asked = asked
             supervisor.ask_for_searchers(asked)
-        if self._rule is not None:
-            wanted = self._rule.look(time.monotonic(), supervisor.board.waits())
-            if wanted is not None:
-                logger.info("the run goes on with %d searchers.", wanted)
-                supervisor.ask_for_searchers(wanted)
 
     def close(self) -> None:
         """Say how the run has ended; its process may go on with something else."""

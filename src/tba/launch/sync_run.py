@@ -153,7 +153,7 @@ class SyncRun:
             self.searcher.step(self.config.train.prompts_per_step)
             self.trainer.receive()
             empty = 0 if self.trainer.received else empty + 1
-            if self.trainer.received and self.trainer.counts.generated >= self.config.replay.initial_responses:
+            if self.trainer.received:
                 self.trainer.expire()
                 self.trainer.step()
                 return

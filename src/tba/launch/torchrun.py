@@ -46,11 +46,8 @@ class Torchrun:
         )
 
     def device(self, config: Config) -> str:
-        """Device of this rank: the one that runtime.placement names for it, or the GPU with its number on its machine."""
-        devices = config.trainer_devices
-        if len(devices) > 1:
-            return devices[self.rank]
-        if devices[0] == "cpu":
+        """Device of this rank: the GPU with its number on its machine, where it has any."""
+        if config.model.device == "cpu":
             return "cpu"
         import torch
 

@@ -47,15 +47,15 @@ class Needs:
     """Whether cut-off responses must be there too, which train.truncated=drop leaves out: the values that a response is
     compared with count them."""
     target: bool = False
-    """Whether the target is a distribution, which objective.reference_weight and target_temperature can shape."""
+    """Whether the target is a distribution, which objective.target_temperature can shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What an objective wants made for it beside the policy. Extras(critic="trunk") gives forward.values_N."""
+    """What an objective wants made for it beside the policy. Extras(critic=True) gives forward.values_N."""
 
-    critic: Literal["trunk", "separate"] | None = None
-    """Where forward.values_N come from: a head on the policy's hidden states, or a second model; None = there are none."""
+    critic: bool = False
+    """Whether forward.values_N are made, by a head on the policy's hidden states."""
     log_z: bool = False
     """Whether forward.log_z_P is made, by a head of its own."""
     heads_learning_rate: float | None = None
@@ -112,11 +112,6 @@ class Objective(Section):
         """Whether the push of a response is bounded by how far the policy has moved since it was generated, so that it may
         be trained again some steps later."""
         return False
-
-    @property
-    def all_needs(self) -> Needs:
-        """`needs`, and what its settings add; override it where a setting adds something."""
-        return self.needs
 
     @abstractmethod
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss: ...

@@ -3,7 +3,7 @@
     A          = r - mean r,   / (std + 1e-4) with scale_rewards
     token loss = surrogate(A, w) + beta k3,   w = pi / pi_behaviour of the token, or of its response (`ratio`)
 
-    clip       max(-A min(w, max_ratio), -A clip(w, 1 - clip_low, 1 + clip_high))          (PPO; max_ratio: INTELLECT-2)
+    clip       max(-A min(w, max_ratio), -A clip(w, 1 - clip, 1 + clip_high))          (PPO; max_ratio: INTELLECT-2)
     cispo      -SG[min(w, clip_high)] A log pi                            (MiniMax-M1, ScaleRL: arXiv 2506.13585, 2510.13786)
     sapo       -A (4 / t) sigmoid(t (w - 1)),   t by the sign of A                                       (arXiv 2511.20347)
     vespo      -SG[W^k exp(lambda (1 - W))] A log pi,   W = pi / pi_behaviour of the whole response      (arXiv 2602.10693)
@@ -54,7 +54,7 @@ VESPO_UP, VESPO_DOWN = (2.0, 3.0), (3.0, 2.0)
 ratios down, lambda large ones."""
 
 SURROGATES_OF: dict[str, tuple[str, ...]] = {
-    "clip_low": ("clip",),
+    "clip": ("clip",),
     "clip_high": ("clip", "cispo"),
     "max_ratio": ("clip",),
     "ratio": ("clip", "cispo", "sapo"),  # vespo has the ratio of the whole response, and no other
@@ -70,14 +70,14 @@ class GroupRelative(Objective):
     off_policy_mask leaves out.
     """
 
-    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Distance below 1 to which the token ratio counts: from 1 - clip_low on."""
+    clip: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Distance below 1 to which the token ratio counts: from 1 - clip on."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """Distance above 1 to which the token ratio counts: up to 1 + clip_high (DAPO: 0.28). With surrogate=cispo the largest
     ratio itself, as in TRL: 5 is usual there, and below 1 every token's ratio is cut."""
     ratio: Literal["token", "sequence"] = "token"
     """Whose ratio counts: each token's own, or one for all tokens of a response, exp(mean of log pi - log pi_behaviour over
-    them) (GSPO, arXiv 2507.18071, where clip_low is 3e-4 and clip_high 4e-4)."""
+    them) (GSPO, arXiv 2507.18071, where clip is 3e-4 and clip_high 4e-4)."""
     surrogate: Literal["clip", "cispo", "sapo", "vespo"] = "clip"
     """Loss of a token as a function of its ratio and advantage: PPO's clip, a weighted log-prob under a bounded ratio, a
     sigmoid of the ratio, or a log-prob weighted by the ratio of the whole response."""
@@ -148,9 +148,9 @@ class GroupRelative(Objective):
             ratio_N = batch.per_token(ratios(response_mean(batch, log_ratio_N)))
         if self.surrogate == "clip":
             loss_N = clipped_surrogate(
-                advantage_N, ratio_N, low=self.clip_low, high=self.clip_high, max_ratio=self.max_ratio
+                advantage_N, ratio_N, low=self.clip, high=self.clip_high, max_ratio=self.max_ratio
             )
-            return loss_N, ratio_metrics(ratio_N, kept_N, low=self.clip_low, high=self.clip_high)
+            return loss_N, ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip_high)
         metrics = {"objective/ratio_mean": mean_where(ratio_N, kept_N)}
         if self.surrogate == "cispo":
             metrics["objective/clip_fraction"] = mean_where(ratio_N > self.clip_high, kept_N)

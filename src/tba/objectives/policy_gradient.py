@@ -7,14 +7,12 @@ Axes: P prompts, K responses per prompt, N tokens of all responses.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
-from tba.config import Config, ConfigError
 from tba.objectives.base import (
     Coupling,
     Needs,
@@ -34,27 +32,13 @@ from tba.types import Batch, Forward, Loss
 class Reinforce(Objective):
     """`reinforce`: loss = -mean A log pi, A = R - mean of the prompt's R. No correction for stale data."""
 
-    baseline: Literal["prompt", "none"] = "prompt"
-    """What is subtracted from R: the mean of the prompt's responses, or nothing."""
-
     default_coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, multiplicities=True, own_samples=True)
+    needs: ClassVar[Needs] = Needs(reference=True, group=True, multiplicities=True, own_samples=True)
     default_beta: ClassVar[float] = 0.05
-
-    @classmethod
-    def make(cls, config: Config) -> Self:
-        made = super().make(config)
-        if made.baseline == "prompt" and config.train.samples_per_prompt < 2:
-            raise ConfigError(
-                "objective.baseline=prompt needs train.samples_per_prompt of 2 or more: the mean of one response is itself. "
-                "Set objective.baseline=none."
-            )
-        return made
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         return_PK = penalised_rewards(batch, beta=beta)
-        advantage_PK = return_PK if self.baseline == "none" else centred(return_PK, batch.weight_PK)
-        return _score_function(batch, forward, advantage_PK)
+        return _score_function(batch, forward, centred(return_PK, batch.weight_PK))
 
 
 class RLOO(Objective):

@@ -21,7 +21,7 @@ Axes: R = P K responses, T tokens of the longest one, N tokens of all responses,
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -49,27 +49,21 @@ WHITEN_EPSILON = 1e-8
 
 
 class PPO(Objective):
-    critic: Literal["trunk", "separate"] = "trunk"
-    """Where values come from: trunk = a value head on the policy's own hidden states; separate = a second model that starts
-    as a copy of the policy."""
-    critic_learning_rate: float | None = Field(default=None, gt=0.0)
-    """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    value_coefficient: float = Field(default=0.1, ge=0.0)
-    """Weight c of the value loss."""
-    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    gamma: ClassVar[float] = 1.0
     """Discount of rewards and values, per token."""
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    gae_lambda: ClassVar[float] = 0.95
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
-
+    value_coefficient: ClassVar[float] = 0.1
+    """Weight c of the value loss."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
 
     @property
     def extras(self) -> Extras:
-        return Extras(critic=self.critic, heads_learning_rate=self.critic_learning_rate)
+        return Extras(critic=True)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.values_N is not None
@@ -171,9 +165,8 @@ def _explained(value: Tensor, target: Tensor) -> float:
 class VinePPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    continuations: int = Field(default=9, ge=1)
-    """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
-
+    continuations: ClassVar[int] = 9
+    """Number of responses generated from each step's prefix to estimate its value, the paper's; read by the searchers."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4

@@ -47,10 +47,23 @@ def make_objective(config: Config) -> Objective:
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
     default_beta = kind.beta_where_unset(config.generate.max_new_tokens)
-    problems = refusals(config, objective.all_needs, default_beta=default_beta)
+    reset_every = config.reference.reset_every
+    if reset_every is None:
+        reset_every = reset_every_where_unset(config, objective)
+    problems = refusals(config, objective.needs, default_beta=default_beta, reset_every=reset_every)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
+
+
+def reset_every_where_unset(config: Config, objective: Objective) -> int:
+    """Value of reference.reset_every where it is not set: the objective's, and 0 where there is no reference to reset."""
+    beta = config.objective.beta
+    return (
+        0
+        if config.model.lora is not None or (beta is not None and beta.ends == (0.0, 0.0))
+        else objective.default_reset_every
+    )
 
 
 def objective_class(name: str) -> type[Objective]:
@@ -65,7 +78,7 @@ LARGEST_BETA = 100.0
 """Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
 
 
-def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
+def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: int) -> list[str]:
     """What in the config contradicts the objective; empty = nothing."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
     first, last = (config.objective.beta or Schedule(start=default_beta)).ends
@@ -105,7 +118,7 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
             "end are better than it on average. Set train.truncated=keep or penalise.",
         ),
         *_shaping(config, needs),
-        *_resets(config, has_reference=max(first, last) > 0),
+        *_resets(config, reset_every, has_reference=max(first, last) > 0),
     ]
     return [message for applies, message in checks if applies]
 
@@ -136,31 +149,22 @@ def _beta(name: str, first: float, last: float, needs: Needs, *, default_beta: f
 
 
 def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
-    objective = config.objective
-    for key, schedule in (
-        ("reference_weight", objective.reference_weight),
-        ("target_temperature", objective.target_temperature),
-    ):
-        if schedule is not None:
-            first, last = schedule.ends
-            yield (
-                not needs.target,
-                f"objective.{key} cannot be used with {objective.name}, whose target is not shaped: use tb or tb_learned_z.",
-            )
-            yield min(first, last) <= 0, f"objective.{key} must stay above 0, got start={first}, end={last}."
+    name, temperature = config.objective.name, config.objective.target_temperature
+    if temperature is not None:
+        first, last = temperature.ends
+        yield (
+            not needs.target,
+            f"objective.target_temperature cannot be used with {name}, whose target is not shaped: use tb or tb_learned_z.",
+        )
+        yield min(first, last) <= 0, f"objective.target_temperature must stay above 0, got start={first}, end={last}."
 
 
-def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
-    name, replay, every = config.objective.name, config.replay, config.reference.reset_every or 0
+def _resets(config: Config, every: int, *, has_reference: bool) -> Iterator[Check]:
+    name = config.objective.name
     yield (
         every > 0 and not has_reference,
         f"reference.reset_every={every} has no effect: with objective.beta=0 {name} has no reference. Set objective.beta, "
         "or reference.reset_every=0.",
-    )
-    yield (
-        every > 0 and replay.lag == "pace" and replay.on_reference_reset == "drop",
-        f"reference.reset_every={every} with replay.lag=pace: what a reset drops would be missing in the pace, and both "
-        "sides could wait for each other. Set replay.on_reference_reset=recompute.",
     )
     yield (
         every % config.train.updates_per_batch != 0,

@@ -95,7 +95,7 @@ class TrajectoryBalance(Objective):
     off_policy: OffPolicyRule = "response"
     """What bounds the push of a response that the policy has moved away from since it was generated;
     tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
-    max_drift: float = Field(default=0.15, gt=0.0)
+    max_drift: ClassVar[float] = 0.15
     """Largest drift, in units of the square root of the entropy that responses of the prompt had (off_policy=response) or in
     nats per token (off_policy=token). With off_policy=response and train.learning_rate=auto it is at least 1.5 times what
     one update moves a response by."""
@@ -133,11 +133,11 @@ class LearnedLogZ(Objective):
     GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate, and again after every reference reset, and
     has its own learning rate."""
 
-    log_z_learning_rate: float = Field(default=0.5, gt=0.0)
+    log_z_learning_rate: ClassVar[float] = 0.5
     """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
     prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
-    `tba.policy.model.LogZ`. log Z has to follow r / beta: the default does where the mean reward rises by no more than
-    beta per step."""
+    `tba.policy.model.LogZ`. log Z has to follow r / beta: this does where the mean reward rises by no more than beta per
+    step."""
 
     default_coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
@@ -255,14 +255,11 @@ class TBAPrime(Objective):
         loss = -sum_ijt min(pi / pi_behaviour, 8) A_ij / (responses x length)
 
     with no replay and a reference that is reset to the current policy every 50 steps. Above the clamp of the ratio the
-    gradient is zero. pi in KL_ij is the live policy, or the one that generated the response (`objective.kl_policy`).
+    gradient is zero. pi in KL_ij is the live policy: it sees how far training has gone since.
     """
 
-    ratio_max: float = Field(default=8.0, gt=0.0)
+    ratio_max: ClassVar[float] = 8.0
     """Largest token ratio, at which it is clamped (the authors: "not apparently critical")."""
-    kl_policy: Literal["live", "inference"] = "live"
-    """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
-    response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
     normal_length: int | None = Field(default=None, ge=1)
     """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
@@ -274,10 +271,6 @@ class TBAPrime(Objective):
     @classmethod
     def make(cls, config: Config) -> Self:
         return cls.model_validate({"normal_length": config.generate.max_new_tokens} | config.objective.settings)
-
-    @property
-    def all_needs(self) -> Needs:
-        return replace(self.needs, policy=self.kl_policy == "inference")
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None
@@ -297,6 +290,4 @@ class TBAPrime(Objective):
 
     def _kl(self, batch: Batch, log_pi_N: Tensor) -> Tensor:
         """KL_ij, each token clamped before the sum."""
-        # policy_N, not behaviour_N: exploration and top_p change what was sampled from, not the policy's own log-probs.
-        own_N = log_pi_N.detach() if self.kl_policy == "live" else batch.policy_N
-        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))
+        return batch.sum_per_response((log_pi_N.detach() - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))

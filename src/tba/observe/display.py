@@ -248,8 +248,7 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     )
     if summary["empty_steps"]:
         say(
-            f"{summary['empty_steps']} steps moved no weights: train.truncated or train.equal_reward_groups left nothing of "
-            "their batches",
+            f"{summary['empty_steps']} steps moved no weights: train.truncated left nothing of their batches",
             style="bold red",
         )
     if summary["lost"] is not None:
@@ -398,9 +397,7 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, target_drift: float) 
             "responses are too old when they are trained."
         )
     if found.get("held_back", 0.0) > MUCH_HELD_BACK:
-        return (
-            "change first: replay.lag=pace replay.max_lag=1 (or fewer searchers), responses are too old when trained."
-        )
+        return "change first: replay.max_lag=1 (or fewer searchers), responses are too old when trained."
     if not auto_rate:
         return "change first: leave train.learning_rate unset (auto), or divide it by 3."
     return f"change first: train.target_drift={target_drift / 2:g} (half of what it was), then a higher objective.beta."

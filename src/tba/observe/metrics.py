@@ -58,7 +58,6 @@ METRICS = _table("""
     frac_reward_zero_std       mean  share              Share of prompts with one reward for all responses.
     kl                         mean  nats per response  Mean log_pi - log_ref of the trained responses.
     entropy                    mean  nats per token     Entropy of the policy at the trained tokens.
-    reference_weight           last  -                  w of TB's target: log pi_ref counts w times.
     target_temperature         last  -                  tau of TB's target: all of it is divided by tau.
     grad_norm                  last  reward             Norm of the gradient before clipping.
     learning_rate              last  -                  Learning rate of this step.
@@ -92,8 +91,6 @@ METRICS = _table("""
     buffer/*                   last  -                  State of the replay buffer.
     search/open_visits         last  visits             Visits to prompts that a searcher has and whose group has not
                                                         arrived.
-    search/skipped             last  visits             Visits to prompts that were passed over as always solved or
-                                                        never.
     searchers/alive            last  -                  Searchers that run.
     searchers/replaced         last  -                  Searchers that died or hung and were replaced.
     trainer/restarts           last  -                  Times that the trainer died and was resumed.

@@ -8,7 +8,6 @@ Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D 
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from tba.models.text_part import stated_context, switch_length, trunk_of
 from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.policy.log_probs import chosen_log_probs
 from tba.policy.packed_attention import NAME as PACKED
-from tba.policy.packed_attention import PackedLayout, use_packed_attention
+from tba.policy.packed_attention import PackedLayout
 from tba.policy.packed_check import own_logits, switch_to_packed
 from tba.policy.packing import PackedTokens, split_by_length
 from tba.types import Forward
@@ -66,8 +65,6 @@ class PolicyModel:
         self.packed = model.config._attn_implementation == PACKED or self._try_packed(max_length)
         if critic is not None or log_z is not None:
             self._check_gives_hidden_states()
-        if critic is not None and critic.trunk is not None:
-            use_packed_attention(critic.trunk)
         self.critic = critic
         self.log_z = log_z
 
@@ -106,7 +103,7 @@ class PolicyModel:
         return Forward(
             log_pi_N=packed.expand(log_pi),
             entropy_N=packed.expand(entropy),
-            values_N=None if self.critic is None else packed.expand(self._values(self.critic, hidden_TH, packed)),
+            values_N=None if self.critic is None else packed.expand(self.critic(hidden_TH[packed.predict_M])),
             log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
         )
 
@@ -146,11 +143,6 @@ class PolicyModel:
         found = [self._outputs(part, temperature) for part, _ in parts]
         order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
         return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
-
-    def _values(self, critic: Critic, hidden_TH: Tensor, packed: PackedTokens) -> Tensor:
-        if critic.trunk is not None:
-            hidden_TH = self._hidden(critic.trunk, packed)[0]
-        return critic(hidden_TH[packed.predict_M])
 
     @property
     def heads(self) -> list[nn.Module]:
@@ -199,15 +191,11 @@ class PolicyModel:
 
 
 class Critic(nn.Module):
-    """Value of the state before each response token: a linear head on hidden states, 0 at the start.
+    """Value of the state before each response token: a linear head on the policy's hidden states, 0 at the start. The value
+    loss trains the policy's trunk too."""
 
-    The hidden states are the policy's own, and the value loss then trains its trunk too, or those of `trunk`, a second
-    model.
-    """
-
-    def __init__(self, hidden_size: int, *, trunk: PreTrainedModel | None = None) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.trunk = trunk
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -258,11 +246,8 @@ class LogZ(nn.Module):
         return self.start + self.head(scaled_PH / width)[:, 0]
 
 
-def make_critic(model: PreTrainedModel, *, separate: bool) -> Critic:
-    """A critic on the model's trunk, or on a copy of it."""
-    parameter = next(model.parameters())
-    trunk = copy.deepcopy(trunk_of(model)) if separate else None
-    return Critic(_hidden_size(model), trunk=trunk).to(parameter.device)
+def make_critic(model: PreTrainedModel) -> Critic:
+    return Critic(_hidden_size(model)).to(next(model.parameters()).device)
 
 
 def make_log_z(model: PreTrainedModel) -> LogZ:

@@ -46,12 +46,15 @@ class ReplayBuffer:
         reward_weights: Sequence[float],
         step_values: bool = False,
         truncated_reward: float | None = None,
+        uses_per_group: int | None = None,
         max_waiting_groups: int | None = None,
+        expires: bool = False,
     ) -> None:
         """`reward_names` are the reward components to store; `reward_weights` combine them into the score that the softmax
         draws by. `step_values` says whether Monte-Carlo values of step prefixes are stored too. `truncated_reward` replaces
-        the score of cut-off responses, None = they keep their own. `max_waiting_groups` bounds the queue of
-        replay.max_uses, None = no bound."""
+        the score of cut-off responses, None = they keep their own. `uses_per_group` is the number of draws after which a
+        group leaves the queue, None = there is no queue, and `max_waiting_groups` bounds it. `expires` says whether old
+        responses are asked to leave (`expire`)."""
         self.config = config
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -62,8 +65,9 @@ class ReplayBuffer:
         self._truncated_reward = truncated_reward
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
         self._mixed = MixedRule(1.0 if config.on_policy_probability is None else config.on_policy_probability)
-        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses, max_waiting=max_waiting_groups)
-        """Groups in the order of their arrival; None without replay.max_uses."""
+        self._queue = None if uses_per_group is None else GroupQueue(uses_per_group, max_waiting=max_waiting_groups)
+        """Groups in the order of their arrival."""
+        self._expires = expires
         self._entries: dict[int, PromptEntry] = {}
         """Entries by index; each has at least one response."""
         self._entry_of: dict[tuple[str, int], PromptEntry] = {}
@@ -73,7 +77,7 @@ class ReplayBuffer:
         self._draws: dict[int, PromptDraws] = {}
         """Prompts to draw by reference version: a batch never mixes references."""
         self._of_version: dict[int, list[tuple[int, list[int]]]] = {}
-        """(entry, arrival numbers) by the version that their lag is counted from, with replay.lag=drop. Responses that have
+        """(entry, arrival numbers) by the version that their lag is counted from, where old ones expire. Responses that have
         left may still be listed."""
         self._first_arrivals: deque[tuple[int, int]] = deque()
         """(step, arrival number of its first response) for the steps of the fresh window."""
@@ -130,7 +134,7 @@ class ReplayBuffer:
         self, num_prompts: int, samples_per_prompt: int, *, step: int, reference_version: int | None = None
     ) -> Batch:
         """P prompts x K responses, all of one reference version (None = the newest stored), by the mixed rule, or with
-        replay.max_uses in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
+        a queue in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
         version, K = self._version_to_sample(reference_version), samples_per_prompt
         used_up: Choice = []
         if self._queue is not None:
@@ -163,7 +167,7 @@ class ReplayBuffer:
         return len(stored.union(lost)) >= prompts_of_task
 
     def expire(self, oldest_version: int) -> int:
-        """Remove the responses of earlier versions (replay.lag=drop); returns their number. Imported responses and those of
+        """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported responses and those of
         the reference have no lag and stay."""
         before = len(self)
         for version in [version for version in self._of_version if version < oldest_version]:
@@ -333,7 +337,7 @@ class ReplayBuffer:
         self._next_arrival = end
         self._num_responses += len(packed)
         self._num_tokens += sum(map(len, packed.ids)) // 4
-        if self.config.lag == "drop":
+        if self._expires:
             for own in np.unique(version[has_lag]).tolist():
                 arrivals = arrival[has_lag & (version == own)].tolist()
                 self._of_version.setdefault(own, []).append((entry.index, arrivals))

@@ -5,7 +5,7 @@
     H bytes       header: ASCII JSON
     the rest      arrays end to end, in the order of ARRAYS; every number is little-endian
 
-The header holds `id`, `searcher`, `lost`, `visit`, `solved`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
+The header holds `id`, `searcher`, `lost`, `visit`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
 as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names
 of their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple
 becomes a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and
@@ -51,7 +51,6 @@ def encode(group: TrajectoryGroup) -> bytes:
         "lost": group.num_lost,
         **({"why_lost": group.why_lost} if group.why_lost else {}),
         "visit": group.visit,
-        "solved": list(group.solved),
         "prompt": {
             "id": group.prompt.id,
             "text": group.prompt.text,
@@ -103,7 +102,6 @@ def decode(payload: bytes) -> TrajectoryGroup:
         num_lost=header["lost"],
         why_lost=header.get("why_lost", ""),
         visit=header["visit"],
-        solved=tuple(header["solved"]),
         searcher=header["searcher"],
     )
 

@@ -41,7 +41,7 @@ class BufferedGroup:
 
 
 class GroupQueue:
-    """Groups in the order of their arrival, each drawn `max_uses` times (replay.max_uses).
+    """Groups in the order of their arrival, each drawn `max_uses` times.
 
     A drawn group counts as used whole, also where it holds more than K responses: leftovers would make batches of what was
     passed over. A group that may be drawn again goes to the end.

@@ -21,7 +21,6 @@ import numpy as np
 
 from tba.observe.display import RoleStatus, weights_of
 from tba.runtime.deadlines import Idleness
-from tba.runtime.searcher_rule import Waits
 
 logger = logging.getLogger("tba")
 
@@ -245,7 +244,7 @@ class Board:
     def searchers_progress(self) -> float:
         """A number that changes while any searcher works, and when one is replaced."""
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
-        # A process that loads its model shows nothing yet; runtime.start_seconds bounds that, not the deadlines of others.
+        # A process that loads its model shows nothing yet; the supervisor bounds that, not the deadlines of others.
         loading = any(row["heartbeat"] == 0 for row in rows)
         # One that shows no sign of life is the supervisor's business, which replaces it.
         silent = [row.silence() > SILENT_SECONDS for row in rows]
@@ -263,17 +262,6 @@ class Board:
         """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
         who waits for that may lose patience."""
         return self.supervisor.silence() > SILENT_SECONDS
-
-    def waits(self) -> Waits:
-        """How long trainer and searchers have waited so far."""
-        places = self.places()
-        rows = [self._searchers[index] for index in places]
-        ready = all(place == "filled" for place in places.values()) and all(row["heartbeat"] > 0 for row in rows)
-        return Waits(
-            trainer=self.trainer["wait_seconds"],
-            searchers=tuple(row["wait_seconds"] for row in rows),
-            all_at_work=ready and self.trainer["beats"] > 0,
-        )
 
     def heartbeats(self) -> dict[str, float]:
         """Signs of life so far of each searcher that runs."""

@@ -2,15 +2,14 @@
 handed out again.
 
 There is one ledger in a run, with the trainer, so that a checkpoint holds where every visit stands. All prompts are visited
-once an epoch, in an order drawn from (seed, epoch); prompts that teach nothing are passed over now and then (Difficulty).
+once an epoch, in an order drawn from (seed, epoch).
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -26,31 +25,20 @@ class Visit:
     prompt: int
     """Index of the prompt in the task's train split."""
     epoch: int
-    """Number of earlier visits to the prompt that were planned: sample indices follow from it, so that no randomness is used
+    """Number of earlier visits to the prompt: sample indices follow from it, so that no randomness is used
     twice."""
 
 
 class VisitLedger:
     """Hands out visits, and knows who has which. Used by several threads."""
 
-    def __init__(
-        self,
-        num_prompts: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        skip_solved_after: int | None = None,
-        skip_unsolved_after: int | None = None,
-    ) -> None:
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True) -> None:
         if num_prompts < 1:
             raise ValueError("there are no prompts to visit.")
         self.num_prompts = num_prompts
-        self.difficulty = Difficulty(skip_solved_after=skip_solved_after, skip_unsolved_after=skip_unsolved_after)
         self._seed = seed
         self._shuffle = shuffle
         self._order: tuple[int, list[int]] | None = None
-        self._place = 0
-        """Places of the order that were passed so far, those of prompts that were passed over included."""
         self._handed_out = 0
         """Number of the next new visit."""
         self._leased: dict[str, dict[int, Visit]] = {}
@@ -69,18 +57,15 @@ class VisitLedger:
             self._leased.setdefault(holder, {}).update((visit.number, visit) for visit in visits)
             return visits
 
-    def complete(self, number: int, *, solved: Sequence[bool] = (), is_lost: bool = False) -> None:
-        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right,
-        `is_lost` that it has none."""
+    def complete(self, number: int, *, is_lost: bool = False) -> None:
+        """The group of a visit has arrived, whoever made it; `is_lost` tells that it has no response."""
         with self._lock:
             # A ledger from an older checkpoint learns here of visits that were handed out after it, from stored groups. No
             # such number may be handed out as a new one; those before it are open.
             while self._handed_out <= number:
                 self._handed_back.append(self._next())
-            visit = self._take_back(number)
-            if visit is not None:
+            if self._take_back(number):
                 self.num_lost += is_lost
-                self.difficulty.record(visit.prompt, solved)
 
     def hand_back(self, holder: str) -> int:
         """A searcher is gone: others take its visits. Returns their number."""
@@ -104,45 +89,31 @@ class VisitLedger:
         with self._lock:
             open_visits = [visit for visits in self._leased.values() for visit in visits.values()]
             return {
-                "place": self._place,
                 "handed_out": self._handed_out,
                 "lost": self.num_lost,
                 "open": [asdict(visit) for visit in sorted(open_visits + self._handed_back)],
-                "difficulty": self.difficulty.state(),
             }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._place, self._handed_out = state["place"], state["handed_out"]
-            self.num_lost = state["lost"]
+            self._handed_out, self.num_lost = state["handed_out"], state["lost"]
             self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
-            self.difficulty.load_state(state["difficulty"])
 
-    def _take_back(self, number: int) -> Visit | None:
-        """The visit of a number, which nobody has from now on; None = its group arrived before, or it is none of ours."""
+    def _take_back(self, number: int) -> bool:
+        """Nobody has the visit of a number from now on; False = its group arrived before, or it is none of ours."""
         found = [visit for visit in self._handed_back if visit.number == number]
         if found:
             self._handed_back.remove(found[0])
         found += [visits.pop(number) for visits in self._leased.values() if number in visits]
-        return found[-1] if found else None
+        return bool(found)
 
     def _next(self) -> Visit:
-        for _ in range(self.num_prompts):
-            prompt, epoch = self._pass_place()
-            if not self.difficulty.skips(prompt):
-                break
-        else:
-            prompt, epoch = self._pass_place()  # every prompt was passed over: at most a whole epoch in a row is
-        visit = Visit(number=self._handed_out, prompt=prompt, epoch=epoch)
-        self._handed_out += 1
-        return visit
-
-    def _pass_place(self) -> tuple[int, int]:
-        epoch, place = divmod(self._place, self.num_prompts)
-        self._place += 1
+        epoch, place = divmod(self._handed_out, self.num_prompts)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._draw_order(epoch))
-        return self._order[1][place], epoch
+        visit = Visit(number=self._handed_out, prompt=self._order[1][place], epoch=epoch)
+        self._handed_out += 1
+        return visit
 
     def _draw_order(self, epoch: int) -> list[int]:
         if not self._shuffle:
@@ -208,47 +179,3 @@ class VisitStock:
 
     def take(self) -> Visit:
         return heapq.heappop(self._visits)
-
-
-class Difficulty:
-    """Counts, per prompt, visits in a row on which all samples were solved, or none was.
-
-    A prompt beyond its limit is skipped every other epoch: it is visited again, in case the policy has changed.
-    """
-
-    def __init__(self, *, skip_solved_after: int | None = None, skip_unsolved_after: int | None = None) -> None:
-        self._limits = {True: skip_solved_after, False: skip_unsolved_after}
-        self._streaks: dict[int, tuple[bool, int]] = {}
-        self._rested: set[int] = set()
-        self.skipped: dict[str, int] = defaultdict(int)
-        """By reason: `solved`, `unsolved`."""
-
-    def record(self, prompt: int, solved: Iterable[bool]) -> None:
-        if not any(self._limits.values()):
-            return  # nobody asks, and there may be millions of prompts
-        found = list(solved)
-        if not found or any(found) != all(found):
-            self._streaks.pop(prompt, None)
-            return
-        kind, count = self._streaks.get(prompt, (found[0], 0))
-        self._streaks[prompt] = (found[0], count + 1 if kind == found[0] else 1)
-
-    def skips(self, prompt: int) -> bool:
-        """Whether to pass over this visit; the one after it is made."""
-        kind, count = self._streaks.get(prompt, (False, 0))
-        limit = self._limits[kind]
-        if limit is None or count < limit or prompt in self._rested:
-            self._rested.discard(prompt)
-            return False
-        self._rested.add(prompt)
-        self.skipped["solved" if kind else "unsolved"] += 1
-        return True
-
-    def state(self) -> dict[str, Any]:
-        streaks = [[prompt, *streak] for prompt, streak in self._streaks.items()]
-        return {"streaks": streaks, "rested": sorted(self._rested), "skipped": dict(self.skipped)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._streaks = {prompt: (kind, count) for prompt, kind, count in state["streaks"]}
-        self._rested = set(state["rested"])
-        self.skipped = defaultdict(int, state["skipped"])

@@ -170,7 +170,7 @@ class LocalRuntime:
         if isinstance(message, TrajectoryGroup):
             self._senders[message.id] = sender
             # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
-            self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
+            self.ledger.complete(message.visit, is_lost=not message.trajectories)
             return message
         if isinstance(message, Failed):
             self._link.send(ReplaceSearcher(holder=sender, why=message.error))
@@ -187,7 +187,7 @@ class LocalRuntime:
         """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
         if not isinstance(message, TrajectoryGroup):
             raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
-        self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
+        self.ledger.complete(message.visit, is_lost=not message.trajectories)
         return message
 
     def _lease(self, holder: str, count: int) -> None:

@@ -45,13 +45,13 @@ class RolePlacement:
             return {"auto": auto, "cuda": "cuda:0"}.get(device, device)
 
         search, ranks = config.search, config.train.ranks
-        trainer = tuple(map(real, config.trainer_devices))
-        if ranks > 1 and trainer == ("cuda:0",):  # none was named: each rank has one of its own
+        trainer: tuple[str, ...] = (real(config.model.device),)
+        if ranks > 1 and trainer == ("cuda:0",):  # each rank has one of its own
             trainer = tuple(f"cuda:{rank}" for rank in range(ranks))
         anywhere = [real(config.searcher_device(index)) for index in range(MAX_SEARCHERS)]
         return cls(
             trainer=trainer,
-            searchers=tuple(anywhere[: max(search.count, search.max_searchers or 0)]),
+            searchers=tuple(anywhere[: search.count]),
             later=frozenset(anywhere),
             sees_one=any(must_hide(own) for own in map(config.for_searcher, range(MAX_SEARCHERS))),
             on_cluster=config.runtime.kind == "ray",

@@ -65,8 +65,10 @@ MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
 searcher is handed to the next one first, so that it does not last much longer."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the second process that ended early; doubled with each."""
+MAX_RESTARTS = 3
+"""Times in a row that a trainer is resumed which was killed or lost its GPU without a new checkpoint between."""
 MAX_STILLBORN = 5
-"""Trainers in a row that may find their node gone before they begin, beyond those of runtime.max_trainer_restarts."""
+"""Trainers in a row that may find their node gone before they begin, beyond MAX_RESTARTS."""
 MOST_REQUESTS = 3
 """Requests to end after which the trainer is killed."""
 TRY_AGAIN = 75
@@ -262,10 +264,9 @@ class SearcherPool:
                 self.lose(seat, f"ended (exit status {process.status})")
             return
         beats = self._board.searcher(seat.index)["heartbeat"]
-        setting = "wait_seconds" if beats else "start_seconds"
-        limit = getattr(self._config, setting)
+        limit = self._config.wait_seconds
         if seat.idleness.look(beats) > limit:
-            what = f"(process {process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
+            what = f"(process {process.pid}) has shown no sign of life for runtime.wait_seconds={limit:g} s"
             # Where none has ever come up, the next would be as slow.
             never = not any(self._board.searcher(other.index)["groups"] for other in self._seats)
             self.lose(seat, what, final=not beats and never)
@@ -517,13 +518,12 @@ class Supervisor:
         if process is None:
             return 0 if self._trainer_hung_up or self._ends else None
         if self._searchers.orders is not None:
-            setting = "wait_seconds" if self.board.trainer["made"] else "start_seconds"  # the first step may compile
-            limit = getattr(self.config, setting)
+            limit = self.config.wait_seconds
             if self._trainer_idleness.look(self.board.trainer["beats"]) > limit:
                 logger.error(
-                    "the trainer (process %d) has not looked for groups for runtime.%s=%g s: it is killed; the stacks of "
-                    "all roles are in %s.",
-                    *(process.pid, setting, limit, self._logs),
+                    "the trainer (process %d) has not looked for groups for runtime.wait_seconds=%g s: it is killed; the "
+                    "stacks of all roles are in %s.",
+                    *(process.pid, limit, self._logs),
                 )
                 self.show_stacks()
                 process.kill()
@@ -549,7 +549,7 @@ class Supervisor:
         else:
             self._stillborn = 0
         how = f"was killed by signal {-status}" if status < 0 else "failed"
-        if self._restarts > self.config.max_trainer_restarts:
+        if self._restarts > MAX_RESTARTS:
             logger.error(
                 "the trainer %s, %d times in a row without a new checkpoint between: the run ends. `tba train RUN --resume` "
                 "goes on from the last checkpoint.",

@@ -19,7 +19,7 @@ from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import FinishedGroup, Rewards
-from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
+from tba.tasks.outcomes import Outcome, RewardFailed, why_no_reward
 from tba.tasks.rewards.pool import outcomes_of, texts_of
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
@@ -74,7 +74,6 @@ class Searcher:
     scorer: GroupScorer
     sender: GroupSender
     tokenizer: PreTrainedTokenizerBase
-    solved: Callable[[Outcome], bool]
     sampling: Sampling
     samples_per_prompt: int
     """Number of responses of a visit, those of the reference included."""
@@ -173,8 +172,7 @@ class Searcher:
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             taken = self.engine.version - group.completions[0].version
             self.visit_lag += RECENT * (taken - self.visit_lag)
-            solved = tuple(bool(self.solved(outcome)) for outcome in outcomes if components_of(outcome) is not None)
-            self.sender.send(self._group(group, trajectories, solved, why_lost=why_lost(outcomes)))
+            self.sender.send(self._group(group, trajectories, why_lost=why_lost(outcomes)))
             self.counts.sent += 1
 
     def _with_step_values(
@@ -186,16 +184,13 @@ class Searcher:
             for (group, outcomes), own in zip(scored, values)
         ]
 
-    def _group(
-        self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], solved: tuple[bool, ...], *, why_lost: str
-    ) -> TrajectoryGroup:
+    def _group(self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], *, why_lost: str) -> TrajectoryGroup:
         group_id = str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent))
         return TrajectoryGroup(
             id=group_id,
             prompt=group.prompt,
             trajectories=pack_responses(trajectories, group_id),
             visit=group.visit,
-            solved=solved,
             num_lost=len(group.completions) - len(trajectories),
             why_lost=why_lost,
             searcher=self.index,

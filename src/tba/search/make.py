@@ -25,7 +25,6 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
     version. `beside_trainer` says that weights come from another process on the same GPU."""
     generate = config.generate
     lora = config.model.lora
-    unmerged = lora is not None and generate.lora == "unmerged" and generate.engine == "vllm"
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
@@ -34,10 +33,9 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
         max_length=loaded.context,
         update="drain" if config.takes_turns else "in_flight",
         explores=config.search.explore.probability > 0.0,
-        lora=lora if unmerged else None,
         beside_trainer=beside_trainer and lora is None,
     )
-    return engine if lora is None or unmerged else with_adapters(engine, loaded.model)
+    return engine if lora is None else with_adapters(engine, loaded.model)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
@@ -125,7 +123,6 @@ def make_searcher(
         ),
         sender=sender,
         tokenizer=loaded.tokenizer,
-        solved=task.solved,
         counts=state.counts,
         explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
         sampling=sampling,

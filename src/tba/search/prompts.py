@@ -1,7 +1,7 @@
 """Which prompt is visited next, when, and how its responses are sampled.
 
 Visits are leased from the trainer (runtime/leases.py), so that no two searchers make the same one; the pace limit keeps the
-lag within replay.max_lag. Off-policy exploration is optional: visits that sample at another temperature or top-p, and
+lag within replay.max_lag. Off-policy exploration is optional: visits that sample at another temperature, and
 responses of the reference beside those of the policy, which do not narrow as the policy does.
 """
 
@@ -64,10 +64,10 @@ class PacedVisits:
     weights must be of version U (n // P) - limit at least. Visits whose responses were all lost to their reward do not
     count: batches are filled by those that come after them. Without a limit every visit may start at once.
 
-    Where nobody has set the limit it follows what a visit takes, so that a batch is complete as the step before it begins:
-    what is complete earlier would only be older when it is trained. Of a limit of 1.3 a visit may use 2 if it is in the
-    first .3 of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds
-    it up is never the pace; where it goes on waiting and this searcher has nothing to do, the limit is max_lag: another
+    The limit follows what a visit takes, so that a batch is complete as the step before it begins: what is complete earlier
+    would only be older when it is trained. Of a limit of 1.3 a visit may use 2 if it is in the first .3 of its batch,
+    otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds it up is never the pace;
+    where it goes on waiting and this searcher has nothing to do, the limit is max_lag, which it never exceeds: another
     searcher may be slow, or gone, with the visits that it waits for.
     """
 
@@ -77,8 +77,8 @@ class PacedVisits:
     steps_per_batch: int
     max_lag: int | None
     """Largest number of versions that a visit's weights may lag behind; None = no pace limit."""
-    spare_lag: int | None
-    """The limit is this and what recent visits took, at most max_lag; None = it is max_lag."""
+    spare_lag: int
+    """The limit is this and what recent visits took, at most max_lag."""
     visit_lag: Callable[[], float]
     """Number of versions that came while recent visits of this searcher were made: written, rewarded and sent."""
     trainer_waits: Callable[[], bool]
@@ -141,8 +141,6 @@ class PacedVisits:
         return self.steps_per_batch * batch - math.floor(limit) - is_early
 
     def _limit(self, most: int) -> float:
-        if self.spare_lag is None:
-            return most
         waits = self.trainer_waits()
         both = waits and self.started == self.generated()
         if self._both_wait.look(self.version() if both else -1) > HELD_UP_SECONDS and both:
@@ -168,14 +166,13 @@ def explore(request: Request, sampling: Sampling, config: ExploreConfig, *, seed
         return request
     # By the same counter-based numbers as tokens are: which visits explore, and how, does not depend on timing.
     key = response_key(seed, f"explore/{request.prompt.id}", request.first_sample)
-    chosen, temperature, top_p = uniforms(torch.full((3,), key), torch.arange(3)).tolist()
+    chosen, temperature = uniforms(torch.full((2,), key), torch.arange(2)).tolist()
     if chosen >= config.probability:
         return request
     exploring = replace(
         sampling,
         temperature=_between(config.temperature, temperature),
         policy_temperature=sampling.training_temperature,
-        top_p=_between(config.top_p, top_p),
     )
     return replace(request, sampling=exploring)
 

@@ -85,7 +85,7 @@ class QuestionTask(RowsTask):
     template: ClassVar[str]
     """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
     instruction: ClassVar[str]
-    """Text after the question in a chat; task.instruction stands in for it."""
+    """Text after the question in a chat, unless there is a task.prompt_template."""
 
     def __init__(self, inputs: TaskInputs) -> None:
         self._chat = uses_chat(inputs.config, inputs.tokenizer)
@@ -117,10 +117,9 @@ class QuestionTask(RowsTask):
         return completion.finish == "stop" or not self.config.cut_off_is_wrong
 
     def ask(self, question: str) -> str | list[dict[str, str]]:
-        """The question in the template, or as a user's message with the instruction after it."""
-        own = self.config
-        if not self._chat:
-            template = self.template if own.prompt_template is None else own.prompt_template
-            return template.replace("{question}", question)
-        instruction = self.instruction if own.instruction is None else own.instruction
-        return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+        """The question in the template; in a chat it is a user's message, with the instruction after it."""
+        template = self.config.prompt_template
+        if template is None:
+            template = f"{{question}}\n\n{self.instruction}" if self._chat else self.template
+        text = template.replace("{question}", question)
+        return [{"role": "user", "content": text}] if self._chat else text

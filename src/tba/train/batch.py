@@ -32,17 +32,14 @@ LEAST_SIZE = 1e-4
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
-    """Weighted sum of the components (not-applicable ones left out), then the truncation and equal-reward rules."""
+    """Weighted sum of the components (not-applicable ones left out), then the truncation rule."""
     components = [value_PK.numpy() for value_PK in batch.rewards.values()]
     reward_PK = torch.from_numpy(total_reward(components, [reward_weights[name] for name in batch.rewards]))
     weight_PK = batch.sampled_PK.to(reward_PK.dtype)
-    if config.truncated == "penalise":
-        reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)
+    if config.cut_off_reward is not None:
+        reward_PK = torch.where(batch.truncated_PK, config.cut_off_reward, reward_PK)
     if config.truncated == "drop":
         weight_PK = weight_PK * ~batch.truncated_PK
-    if config.equal_reward_groups == "drop":
-        equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
-        weight_PK = weight_PK * ~equal_P1
     return _weighted(replace(batch, reward_PK=reward_PK), weight_PK)
 
 
@@ -57,11 +54,11 @@ def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
 
 
 def shape_target(batch: Batch, config: Config, step: int, progress: float, *, beta: float) -> tuple[Batch, float]:
-    """The batch and the beta whose target log pi_ref + r / beta is (w log pi_ref + r / beta) / tau of this step."""
-    weight, temperature = config.reference_weight_at(step, progress), config.target_temperature_at(step, progress)
-    if weight == temperature:
-        return batch, beta * temperature
-    return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta * temperature
+    """The batch and the beta whose target log pi_ref + r / beta is (log pi_ref + r / beta) / tau of this step."""
+    temperature = config.target_temperature_at(step, progress)
+    if temperature == 1.0:
+        return batch, beta
+    return replace(batch, log_ref_N=batch.log_ref_N / temperature), beta * temperature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,12 +63,11 @@ FAR_NOISE, FAR_SHARE, FIRST_FAR_SHARE = 3.0, 0.25, 0.5
 settled."""
 
 MEND = "Lower train.learning_rate or raise objective.beta, which pulls back to the reference"
-KEEP = "keep groups of equal rewards (train.equal_reward_groups=keep), in trajectory balance they pull back too"
 ADVICE = {
-    "short": f"{MEND}; allow longer responses before they are cut (generate.max_new_tokens); {KEEP}.",
+    "short": f"{MEND}; allow longer responses before they are cut (generate.max_new_tokens).",
     "clipped": f"Allow longer responses (generate.max_new_tokens), or drop those cut off (train.truncated=drop). {MEND}.",
-    "entropy": f"{MEND}; {KEEP}.",
-    "kl": f"{MEND}; {KEEP}.",
+    "entropy": f"{MEND}.",
+    "kl": f"{MEND}.",
     "reward": f"{MEND}; look at samples.jsonl for what the policy says now.",
 }
 

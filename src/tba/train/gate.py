@@ -1,4 +1,4 @@
-"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.lag=drop has emptied it), and for
+"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.max_lag has emptied it), and for
 new responses at the replay-ratio limit."""
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ class Gate:
         """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
         started, received = time.perf_counter(), feed.receive_seconds
         first = feed.counts.trained == 0
-        setting = "start_seconds" if first else "wait_seconds"
         waited = wait_until(
             lambda: self._ready(feed),
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
-            deadline_seconds=getattr(self.config.runtime, setting),
+            deadline_seconds=self.config.runtime.wait_seconds,
             waiting=Waiting(
                 waiter="the trainer",
                 awaited=f"{self.config.search.count} searchers",
-                setting=f"runtime.{setting}",
+                setting="runtime.wait_seconds",
                 heartbeats=self.heartbeats,
             ),
             explain=lambda: self._explain(feed),
@@ -86,7 +85,7 @@ class Gate:
 
     def is_open(self, feed: Feed) -> bool:
         """Whether there is enough to train on."""
-        return self._within_ratio(feed) and self._full_batch(feed) and self._first_fill(feed)
+        return self._within_ratio(feed) and self._full_batch(feed)
 
     def _within_ratio(self, feed: Feed) -> bool:
         train = self.config.train
@@ -98,13 +97,10 @@ class Gate:
             self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=feed.lost
         )
 
-    def _first_fill(self, feed: Feed) -> bool:
-        return feed.counts.generated >= self.config.replay.initial_responses
-
     @property
     def _reuse(self) -> float:
         reuse = self.config.replay.max_trained_per_generated
-        assert reuse is not None, "filled in by tba.launch.defaults"
+        assert reuse is not None, "filled in by tba.launch.resolve"
         return reuse
 
     def _explain(self, feed: Feed) -> str:
@@ -112,9 +108,6 @@ class Gate:
         if not self._full_batch(feed):
             wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
             lacking.append(f"{wanted} prompts and has {feed.replay.num_prompts}")
-        if not self._first_fill(feed):
-            wanted = self.config.replay.initial_responses
-            lacking.append(f"replay.initial_responses={wanted} and has {feed.counts.generated}")
         if not self._within_ratio(feed):
             lacking.append(
                 f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "

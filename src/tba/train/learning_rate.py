@@ -18,7 +18,7 @@ trained on since, so its drift, log_pi now - log_pi when generated, is the work 
    runs away from its data is held at once.
 4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number. In a run of n <
    STEPS steps the entropy counts up to STEPS / n times as much.
-5. In the last part of the run (train.settle) the rate falls to zero.
+5. In the last half of the run the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
 for it, divided by what the first update showed of the two, and the signal is taken to be the usual one. So it is where
@@ -43,6 +43,8 @@ LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
 asks for is noise (one_family: .92 instead of .98). In a run of few steps that noise costs less than what is not reached."""
+LAST_PART = 0.5
+"""Share of the run, at its end, in which the rate falls to zero."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
 RISE = 2.0
@@ -96,8 +98,7 @@ class LearningRate:
 
     def decay(self, progress: float) -> float:
         """1, then in the last part of the run a straight line to 0."""
-        settle = self.config.train.settle
-        return min(1.0, (1.0 - progress) / settle) if settle > 0 else 1.0
+        return min(1.0, (1.0 - progress) / LAST_PART)
 
     def for_batch(self, step: int, progress: float, found: Mapping[str, float], *, entropy: float) -> float:
         """The rate for a new batch, after what it shows of the updates before it."""

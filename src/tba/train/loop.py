@@ -171,7 +171,6 @@ class Trainer:
         step, progress = self.step_index, self.progress
         return {
             "beta": self.beta.at(step, progress) * self.updates.reward_unit,
-            "reference_weight": self.config.reference_weight_at(step, progress),
             "target_temperature": self.config.target_temperature_at(step, progress),
         }
 
@@ -246,7 +245,7 @@ class Trainer:
         self.counts.generated += group.num_generated
         rewards = columns_of(group).combined_rewards(self.reward_weights)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
-        self.ledger.complete(group.visit, solved=group.solved, is_lost=not group.trajectories)
+        self.ledger.complete(group.visit, is_lost=not group.trajectories)
         self.recorder.group_received(self.step_index, group)
 
     def close(self) -> None:
@@ -261,9 +260,9 @@ class Trainer:
         return combine(batch, train, reward_weights=self.reward_weights)
 
     def expire(self) -> None:
-        """With replay.lag=drop, responses that are too old to train on leave the buffer."""
-        if self.config.replay.lag == "drop":
-            self.replay.expire(self.step_index - self.config.max_lag)
+        """Responses that are too old to train on leave the buffer (replay.max_lag)."""
+        if self.config.expires and self.config.replay.max_lag is not None:
+            self.replay.expire(self.step_index - self.config.replay.max_lag)
 
     def _prompts_to_sample(self) -> int:
         """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those
@@ -421,7 +420,7 @@ class Trainer:
         """How good an evaluation is, higher = better, by its `deciding_metric`. One that lacks it, because its rewards
         failed, is worse than any other."""
         evaluate, evaluations = self.config.evaluate, [found for _, found in self.recorder.evaluations if found]
-        name = deciding_metric(evaluate.best_metric, evaluations[0] if evaluations else metrics, metrics)
+        name = deciding_metric(evaluate.metric, evaluations[0] if evaluations else metrics, metrics)
         if name in metrics:
             return -metrics[name] if evaluate.lower_is_better else metrics[name]
         if not any(name in found for found in evaluations):
@@ -451,7 +450,6 @@ class Trainer:
             "buffer/trained_again": float(self.counts.again),
             "buffer/replay_ratio": self.counts.ratio,
             "search/open_visits": float(self.ledger.outstanding),
-            "search/skipped": float(sum(self.ledger.difficulty.skipped.values())),
         }
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)

@@ -131,7 +131,7 @@ def make_checkpoints(
 def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> TrainStep:
     """Every rank makes its own, from the same model."""
     train, objective = config.train, make_objective(config)
-    assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
+    assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.resolve"
     policy = make_policy(loaded, objective, max_length=longest_sequence(config, loaded.context))
     if train.gradient_checkpointing:
         checkpoint_layers(loaded.model)
@@ -166,15 +166,15 @@ def longest_sequence(config: Config, context: int) -> int:
 def make_policy(loaded: LoadedModel, objective: Objective, *, max_length: int) -> PolicyModel:
     """The model with the heads its objective needs, for sequences of up to `max_length` tokens."""
     extras, critic, log_z = objective.extras, None, None
-    if extras.critic is not None:
-        critic = make_critic(loaded.model, separate=extras.critic == "separate")
+    if extras.critic:
+        critic = make_critic(loaded.model)
     if extras.log_z:
         log_z = make_log_z(loaded.model)
     return PolicyModel(loaded.model, critic=critic, log_z=log_z, max_length=max_length)
 
 
 def make_replay(config: Config, task: Task) -> ReplayBuffer:
-    assert config.replay.on_policy_probability is not None, "filled in by tba.launch.defaults"
+    assert config.replay.on_policy_probability is not None, "filled in by tba.launch.resolve"
     return ReplayBuffer(
         config.replay,
         fresh_steps=config.fresh_steps,
@@ -183,7 +183,9 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         reward_weights=tuple(task.reward_weights.values()),
         step_values=make_objective(config).extras.continuations > 0,
         truncated_reward=config.train.cut_off_reward,
+        uses_per_group=config.uses_per_group,
         max_waiting_groups=config.max_waiting_groups,
+        expires=config.expires,
     )
 
 

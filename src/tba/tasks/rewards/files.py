@@ -128,7 +128,7 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
 def memory_words() -> str:
     """What to change where a worker has no memory left."""
     used = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
-    return f"a reward worker may use search.reward_memory_gb={used:.3g} GB: raise it, or have the reward keep less"
+    return f"a reward worker may use {used:.3g} GB, half of the memory there is: have the reward keep less"
 
 
 def shortened(text: str, limit: int = LONGEST_TEXT) -> str:

@@ -48,7 +48,6 @@ def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
     return WorkerRewards(
         task.isolated_rewards,
         timeout_seconds=search.reward_timeout_seconds,
-        memory_gb=search.reward_memory_gb,
         num_workers=search.reward_workers,
         passed_on=search.reward_environment,
         log=log,
@@ -152,7 +151,6 @@ class WorkerRewards:
         *,
         timeout_seconds: float,
         log: Path,
-        memory_gb: float | None = None,
         num_workers: int | None = None,
         passed_on: Collection[str] = (),
         first_answer_seconds: float = FIRST_ANSWER_SECONDS,
@@ -161,7 +159,6 @@ class WorkerRewards:
         `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
         self._rewards = named_rewards(configs)
         self._timeout_seconds = timeout_seconds
-        self._memory_gb = memory_gb
         self._passed_on = passed_on
         self._log = log
         self._num_workers = num_workers
@@ -303,9 +300,7 @@ class WorkerRewards:
     def _start(self, seat: _Seat, job: _Job) -> None:
         loaded = seat.process is not None
         if seat.process is None:
-            seat.process = RewardProcess(
-                self._rewards, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
-            )
+            seat.process = RewardProcess(self._rewards, log=self._log, passed_on=self._passed_on)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]

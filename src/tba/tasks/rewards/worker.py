@@ -77,11 +77,8 @@ class Scored:
 class RewardProcess:
     """A worker and its guard, seen from the process that has rewards computed. It ends when this process is gone."""
 
-    def __init__(
-        self, rewards: NamedRewards, *, memory_gb: float | None, log: Path, passed_on: Collection[str] = ()
-    ) -> None:
-        """`memory_gb` limits the worker's memory; None = half of the machine's. `passed_on` are the variables with secrets
-        that the worker gets."""
+    def __init__(self, rewards: NamedRewards, *, log: Path, passed_on: Collection[str] = ()) -> None:
+        """`passed_on` are the variables with secrets that the worker gets."""
         ours, theirs = Pipe()
         environment = role_environment(threads=1)
         withheld = sorted(name for name in environment if SECRET.search(name) and name not in passed_on)
@@ -95,7 +92,7 @@ class RewardProcess:
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())
-            ours.send_bytes(cloudpickle.dumps((rewards, memory_limit(memory_gb))))
+            ours.send_bytes(cloudpickle.dumps((rewards, memory_limit())))
         self.link = Link(ours, on_close=lambda: None)
 
     @property
@@ -137,10 +134,8 @@ def open_log(path: Path) -> BinaryIO:
         return open(os.devnull, "a+b")
 
 
-def memory_limit(memory_gb: float | None) -> int:
-    """Bytes that a worker may use: those asked for, or half of the machine's or the container's memory."""
-    if memory_gb is not None:
-        return int(memory_gb * GIB)
+def memory_limit() -> int:
+    """Bytes that a worker may use: half of the machine's or the container's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no cgroup, or `max`
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
