@@ -365,7 +365,7 @@ def test_sections_and_lists_of_a_file_with_nothing_below_them_are_at_their_defau
         "train:\n  # max_steps: 5\ntask:\n  name: arithmetic\n  red_team:\nobserve:\n  sinks:\n  # - wandb\n"
     )
     assert load_config(path) == load_config()
-    assert load_config(path, ["train.settle=0"]) == load_config(None, ["train.settle=0"])
+    assert load_config(path, ["train.max_steps=7"]) == load_config(None, ["train.max_steps=7"])
 
 
 def test_null_is_a_value_where_a_setting_may_be_none(tmp_path):

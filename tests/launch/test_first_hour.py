@@ -10,7 +10,7 @@ from problem import command, make_config, wait_for
 from terminal import Terminal
 
 from tba.cli import app
-from tba.cli.training import free_name, name_to_resume, resolve
+from tba.cli.training import free_name, given_config, name_to_resume
 from tba.config import ConfigError
 from tba.launch import train
 from tba.observe.run_folder import RunFolder
@@ -103,7 +103,7 @@ def test_where_no_rewards_differ_the_end_of_a_run_says_so_with_two_responses(fol
 
 def own(folder, *arguments: str):
     options = {"data": str(folder / "data.jsonl"), "reward": [str(folder / "rewards.py:sevens")], "max_steps": None}
-    return resolve([f"output={folder}/named", *arguments], model=str(folder / "model"), **options)
+    return given_config([f"output={folder}/named", *arguments], model=str(folder / "model"), **options)
 
 
 def test_runs_are_named_by_data_and_reward_and_numbered_where_the_name_was_not_given(folder, capsys):

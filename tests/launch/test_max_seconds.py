@@ -4,7 +4,7 @@ import pytest
 from problem import make_config, records_so_far, steps_of
 
 from tba import TBAConfig
-from tba.cli.training import resolve
+from tba.cli.training import given_config
 from tba.config import ConfigError
 from tba.launch import train
 from tba.launch.resume import RunFinished
@@ -55,8 +55,8 @@ def test_the_command_and_the_api_take_seconds_and_leave_the_steps_open():
     def limits(train):
         return train.max_steps, train.max_seconds
 
-    assert limits(resolve([], model=None, data=None, reward=[], max_seconds=180.0).train) == (None, 180.0)
-    both = resolve([], model=None, data=None, reward=[], max_steps=5, max_seconds=180.0)
+    assert limits(given_config([], model=None, data=None, reward=[], max_seconds=180.0).train) == (None, 180.0)
+    both = given_config([], model=None, data=None, reward=[], max_steps=5, max_seconds=180.0)
     assert limits(both.train) == (5, 180.0)
     assert limits(TBAConfig(train={"max_seconds": 60}).config.train) == (None, 60.0)
     with pytest.raises(ConfigError, match="leaves the number of steps open"):

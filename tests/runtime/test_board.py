@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tba.runtime.searcher_rule import Waits
 
 from tba.runtime.board import PLACES, WAITS, Board, SharedMemory
 
@@ -89,19 +88,6 @@ def test_memory_in_ram_where_there_is_room(caplog):
     assert memory.array(np.uint8).nbytes == 4096
     if Path("/dev/shm").is_dir():
         assert caplog.text == ""
-
-
-def test_waits_are_shown_for_the_searchers_that_are_wanted():
-    board = Board.create()
-    for index, seconds in ((0, 3.0), (1, 41.0)):
-        row = board.searcher(index)
-        row["place"], row["heartbeat"], row["wait_seconds"] = PLACES.index("filled"), 1.0, seconds
-    board.trainer["wait_seconds"] = 12.0
-    assert board.waits() == Waits(trainer=12.0, searchers=(3.0, 41.0), all_at_work=False)
-    board.trainer["beats"] = 1.0
-    assert board.waits().all_at_work
-    board.searcher(1)["place"] = PLACES.index("empty")
-    assert not board.waits().all_at_work
 
 
 def test_a_trainer_in_its_first_step_moves_and_the_status_says_so():
