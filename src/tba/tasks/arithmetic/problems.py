@@ -131,8 +131,9 @@ class ArithmeticTask:
 
 
 class ProblemPrompts(LazyPrompts):
-    """Prompts that are made one by one when they are asked for: drawing and encoding all of them takes seconds, and the
-    trainer, which only counts them, or a searcher that visits a few, need not wait for that."""
+    """Prompts that are made one by one, each time they are asked for: drawing and encoding all of them takes seconds, and
+    the trainer, which only counts them, or a searcher that visits a few, need not wait for that. None is kept, or a
+    searcher's memory would grow with every visit of its first epoch."""
 
     def __init__(
         self, count: int, draw: Callable[[], Sequence[Problem]], make: Callable[[int, Problem], Prompt]
@@ -140,7 +141,6 @@ class ProblemPrompts(LazyPrompts):
         self._count = count
         self._draw = draw
         self._make = make
-        self._made: dict[int, Prompt] = {}
 
     @cached_property
     def _problems(self) -> Sequence[Problem]:
@@ -150,9 +150,7 @@ class ProblemPrompts(LazyPrompts):
         return self._count
 
     def at(self, place: int) -> Prompt:
-        if place not in self._made:
-            self._made[place] = self._make(place, self._problems[place])
-        return self._made[place]
+        return self._make(place, self._problems[place])
 
 
 def exact_match(text: str, answer: str, *, finished: bool) -> float:
