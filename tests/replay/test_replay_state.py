@@ -8,7 +8,8 @@ import pytest
 import torch
 from builders import ragged_batch
 from replay_builders import Groups, contents, replay
-from safetensors.torch import load, save
+from safetensors.numpy import save
+from safetensors.torch import load
 
 from tba.train.collapse_guard import CollapseGuard
 from tba.train.state import Snapshot, restore, take_snapshot
@@ -17,7 +18,7 @@ from tba.train.state import Snapshot, restore, take_snapshot
 def saved_and_read(value):
     """Through the bytes that a checkpoint would hold."""
     taken = take_snapshot(value)
-    return restore(Snapshot(tree=json.loads(json.dumps(taken.tree)), tensors=load(save(dict(taken.tensors)))))
+    return restore(Snapshot(tree=json.loads(json.dumps(taken.tree)), tensors=load(save(taken.arrays))))
 
 
 def assert_same_batch(left, right):
@@ -168,6 +169,11 @@ def test_containers_come_back_as_they_were():
     assert list(found["order"]) == [5, 2]
     assert torch.equal(found.pop("bf16"), value.pop("bf16"))
     assert found == value
+
+
+def test_tensors_of_earlier_files_are_what_they_were_saved_as():
+    tensor = torch.tensor([1.5, 2.0], dtype=torch.bfloat16)
+    assert restore(Snapshot(tree={"kind": "Tensor", "name": "0"}, tensors={"0": tensor})) is tensor
 
 
 def test_a_batch_comes_back_tensor_by_tensor():

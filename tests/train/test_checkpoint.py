@@ -1,8 +1,10 @@
 """Checkpoints: what they hold is what was there when they were saved, whole and checked, whoever writes them when."""
 
 import errno
+import gc
 import json
 
+import numpy as np
 import pytest
 import torch
 from builders import tiny_llama, tiny_tokenizer
@@ -73,6 +75,26 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_saved(checkpoints):
     assert checkpoints.parts["counter"].count == 7
     assert all(torch.equal(a, b) for a, b in zip(before, checkpoints.model.parameters()))
     assert json.loads((path / "trainer.json").read_text()) == {"step": 3, "seed": 0}
+
+
+def test_a_state_that_is_larger_in_every_checkpoint_leaves_nothing_in_memory(checkpoints):
+    class Growing(Counter):
+        def state(self):
+            return {"count": self.count, "array": np.zeros(self.count), "tensor": torch.zeros(self.count)}
+
+    part = checkpoints.parts["counter"] = Growing()
+
+    def classes_after(step):
+        part.count = 1000 + step
+        checkpoints.save(step)
+        checkpoints.wait()
+        gc.collect()
+        return sum(isinstance(found, type) for found in gc.get_objects())
+
+    first = classes_after(1)
+    assert [classes_after(step) for step in (2, 3, 4)] == [first] * 3, (
+        "ctypes keeps a class for each size that it has met"
+    )
 
 
 def test_a_state_of_another_version_is_refused_in_one_sentence(checkpoints):

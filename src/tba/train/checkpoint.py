@@ -26,6 +26,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -227,15 +228,18 @@ class Checkpoints:
         self._await(self._last_whole)
         parts = {part: holder.state() for part, holder in self.parts.items()}
         snapshot = take_snapshot({"parts": parts, "pinned": self.pinned, "best": self.best})
-        tensors = {OPTIMIZER: _copied(_flat(self.optimizer.state())), ARRAYS: snapshot.tensors}
+        tensors: dict[str, Mapping[str, Any]] = {
+            OPTIMIZER: _copied(_flat(self.optimizer.state())),
+            ARRAYS: snapshot.arrays,
+        }
         tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
         texts = {STATE: snapshot.tree, TRAINER: {"step": step, "seed": self.seed}}
         self._last_whole = self._write_later(name, tensors, texts)
 
     def _write_later(
-        self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]
+        self, name: str, tensors: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]
     ) -> Future[None]:
-        """Copy the model beside tensors that are copies already, and leave the rest to the writer."""
+        """Copy the model beside tensors and arrays that are copies already, and leave the rest to the writer."""
         weights, files = self._copy_weights(), self._tokenizer_files
         write = partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values)
         return self._later(partial(self._try_to_write, name, write))
@@ -272,7 +276,7 @@ class Checkpoints:
         *,
         weights: dict[str, Tensor],
         files: Mapping[str, bytes],
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        tensors: Mapping[str, Mapping[str, Any]],
         values: Mapping[str, Any],
     ) -> None:
         """Runs in the writer's thread. The folder appears whole or not at all."""
@@ -283,7 +287,7 @@ class Checkpoints:
         for file, content in files.items():
             (partial_path / file).write_bytes(content)
         for file, named in tensors.items():
-            save_file(dict(named), partial_path / file)
+            (save_arrays if file == ARRAYS else save_file)(dict(named), partial_path / file)
         for file, value in values.items():
             (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
         write_manifest(partial_path)

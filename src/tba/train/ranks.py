@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
+from safetensors.numpy import save
+from safetensors.torch import load
 from torch import Tensor
 
 from tba.policy.sharding import rows_of_rank
@@ -87,7 +88,7 @@ class ConnectedRanks(Ranks):
     def tell(self, what: str, **values: Any) -> None:
         """Have all other ranks do something, which this one then does too."""
         snapshot = take_snapshot({"what": what, "values": values})
-        parts = [json.dumps(snapshot.tree).encode(), save(dict(snapshot.tensors))]
+        parts = [json.dumps(snapshot.tree).encode(), save(snapshot.arrays)]
         with told_as_lost():
             sizes = torch.tensor([len(part) for part in parts])
             dist.broadcast(sizes, src=0, group=self._control)

@@ -50,6 +50,8 @@ CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 """How a value of each of these types is written as lists, dicts and arrays, and made of them again."""
 KINDS = {kind.__name__: kind for kind in CONTAINERS}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What a tensor is kept as, by the bytes of an element: NumPy, which writes the files, has no bfloat16."""
 
 
 class Stateful(Protocol):
@@ -68,13 +70,19 @@ class Stateful(Protocol):
 class Snapshot:
     """Plain data of a state.
 
-    Snapshot(tree={"step": 12, "batch": {"kind": "Tensor", "name": "0"}}, tensors={"0": tensor([3, 4])})
+    Snapshot(tree={"step": 12, "batch": {"kind": "Tensor", "name": "0", "dtype": "int64"}}, tensors={"0": tensor([3, 4])})
     """
 
     tree: Any
     """JSON: what is not JSON itself is an object with its `kind`."""
     tensors: Mapping[str, Tensor]
-    """Tensors, and memory of NumPy arrays as uint8, on the CPU; nothing else refers to them."""
+    """Tensors as integers, and memory of NumPy arrays as uint8, on the CPU; nothing else refers to them."""
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The tensors for safetensors.numpy. safetensors.torch keeps two ctypes classes, 7 KB, for each number of bytes that
+        it has not written before, and those of a replay buffer are new in every checkpoint."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
 
 def take_snapshot(value: Any) -> Snapshot:
@@ -112,7 +120,9 @@ class _Encoder:
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Tensor):
-            return {"kind": "Tensor", "name": self._add(value.detach().to("cpu", copy=True).contiguous())}
+            copied = value.detach().to("cpu", copy=True).contiguous()
+            name = self._add(copied.view(INTEGERS[copied.itemsize]))
+            return {"kind": "Tensor", "name": name, "dtype": str(copied.dtype).removeprefix("torch.")}
         if kind is bytearray:  # made for the state, which alone has it: not copied
             memory = torch.frombuffer(value, dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
             return {"kind": "bytes", "name": self._add(memory)}
@@ -155,7 +165,8 @@ class _Decoder:
         if kind == "same":
             return self._objects[node["number"]]
         if kind == "Tensor":
-            return self.tensors[node["name"]]
+            found = self.tensors[node["name"]]
+            return found.view(getattr(torch, node["dtype"])) if "dtype" in node else found  # earlier files have none
         if kind == "ndarray":
             return self._array(node)
         if kind == "bytes":
