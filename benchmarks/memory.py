@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +44,7 @@ def samples(run: psutil.Popen, folder: RunFolder, *, seconds: float, every: floa
         step = folder.last_step()["step"]
         for process in [run, *run.children(recursive=True)]:
             try:
-                role, memory = process.name(), process.memory_full_info()
+                role, memory = "tba train" if process == run else process.name(), process.memory_full_info()
             except psutil.Error:  # it has just ended
                 continue
             yield Sample(now, step, role, memory.rss / 1e6, memory.uss / 1e6)
@@ -81,7 +80,7 @@ def main() -> None:
         for sample in samples(run, RunFolder(Path(folder) / "run"), seconds=seconds, every=given.every):
             found.append(sample)
             csv.writer(file).writerow(sample)
-        run.send_signal(signal.SIGINT)
+        run.terminate()  # not Ctrl-C, which is ignored where this runs in the background of a script
         run.wait()
     print(table(found, seconds=seconds))
 
