@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 MARKS = 6
 """Lines of the table; what comes before the first is the start, and does not count for the slope."""

@@ -4,14 +4,14 @@ import gc
 
 from builders import tiny_llama
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import GenerateConfig, TaskConfig
-from tba.generate.engine import make_engine, make_scorer
+from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.search.loop import FailureCount, GroupScorer, Searcher
 from tba.search.prompts import PromptStream
-from tba.tasks.arithmetic.prepare import make_tokenizer
-from tba.tasks.arithmetic.task import ArithmeticTask
+from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.base import TaskInputs
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Sampling
@@ -33,7 +33,6 @@ def test_a_searcher_keeps_nothing_of_the_groups_that_it_has_sent():
         scorer=GroupScorer(reference=make_scorer(model, max_length=128), temperature=1.0, failures=FailureCount()),
         sender=groups,
         tokenizer=tokenizer,
-        solved=task.solved,
         sampling=Sampling(max_new_tokens=6),
         samples_per_prompt=4,
     )
