@@ -63,7 +63,7 @@ def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
 
 @pytest.mark.slow
 def test_a_hung_searcher_is_replaced(folder, caplog, monkeypatch):
-    monkeypatch.setattr("tba.runtime.supervisor.STOP_SECONDS", 1.0)
+    monkeypatch.setattr("tba.runtime.searchers.STOP_SECONDS", 1.0)
     config = make_config(folder, "name=silent", "train.max_steps=12", "runtime.wait_seconds=2")
     when(lambda: steps_done(config) >= 2, lambda: [p.suspend() for p in searcher_processes()])
     assert train(config)["steps"] == 12
@@ -73,7 +73,7 @@ def test_a_hung_searcher_is_replaced(folder, caplog, monkeypatch):
 @pytest.mark.slow
 def test_searchers_that_never_send_a_group_end_the_run_with_the_last_error(folder, monkeypatch):
     """Each one dies at once, with a gap between two starts that grows."""
-    monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("tba.runtime.searchers.FIRST_BACK_OFF_SECONDS", 0.01)
     config = make_config(folder, "name=stillborn", "replay.max_lag=0", ENDLESS)
     when(lambda: bool(searcher_processes()), lambda: keep_killing(config))
     with pytest.raises(RoleDied, match=r"searcher-0 ended \(exit status -9\)(.|\n)*5 searchers in a row ended before"):

@@ -99,11 +99,11 @@ def surroundings(link, *, descriptor: int) -> None:
 
 def takes_visits_and_dies(link, *, index: int, **_) -> None:
     """Searcher 1 asks for four visits and is gone; searcher 0 only listens."""
-    from tba.runtime.links import TRAINER, AskVisits
+    from tba.runtime.links import AskVisits
 
     if index == 0:
         time.sleep(600)
-    link.send(AskVisits(count=4), to=TRAINER)
+    link.send(AskVisits(count=4))
     link.receive(timeout_seconds=60.0)
 
 
@@ -111,23 +111,21 @@ def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
     """Asks for two visits, sends the group of the first, and fails."""
     import numpy as np
 
-    from tba.runtime.links import TRAINER, AskVisits
+    from tba.runtime.links import AskVisits
     from tba.types import Prompt, TrajectoryGroup
 
-    link.send(AskVisits(count=2), to=TRAINER)
+    link.send(AskVisits(count=2))
     visits = link.receive(timeout_seconds=60.0).visits
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
     group_id = f"searcher-0.{incarnation}/0"
     group = TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(), visit=visits[0].number)
-    link.send(group, to=TRAINER)
+    link.send(group)
     raise ValueError("and that was all")
 
 
 def sends_nonsense(link, *, index: int, **_) -> None:
     """Sends the trainer a message that cannot be read, and goes on as if nothing had been."""
-    from tba.runtime.links import TRAINER
-
-    link.send(Unreadable(), to=TRAINER)
+    link.send(Unreadable())
     time.sleep(600)
 
 
@@ -135,11 +133,10 @@ def sends_its_incarnation(link, *, index: int, incarnation: str, **_) -> None:
     """Sends one group and goes on for ever."""
     import numpy as np
 
-    from tba.runtime.links import TRAINER
     from tba.types import Prompt, TrajectoryGroup
 
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
-    link.send(TrajectoryGroup(id=f"searcher-{index}.{incarnation}/0", prompt=prompt, trajectories=()), to=TRAINER)
+    link.send(TrajectoryGroup(id=f"searcher-{index}.{incarnation}/0", prompt=prompt, trajectories=()))
     time.sleep(600)
 
 
@@ -155,10 +152,8 @@ def publishes(link, *, weights, count: int) -> None:
     link.receive(timeout_seconds=None)
 
 
-def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
+def tells_weights(link, *, index: int, incarnation: str, ends) -> None:
     """Sends a group for each version that it sees, named after the number that fills it, and shows signs of life."""
-    import pickle
-
     import numpy as np
 
     from tba.config import RuntimeConfig
@@ -166,7 +161,7 @@ def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
     from tba.runtime.ends import SearcherEnds
     from tba.types import Prompt, TrajectoryGroup
 
-    found = SearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    found = SearcherEnds(link, ends, RuntimeConfig(), index=index, stock=1)
     prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), -1
     try:
         while True:
@@ -195,32 +190,32 @@ def looks_into_the_replica(link, *, index: int, incarnation: str, path: str, **_
     """Sends group 0 and, when it is told that it is stored, a group whose number is 10 more than there are rows."""
     import sqlite3
 
-    from tba.runtime.links import Acknowledge, group_address
+    from tba.runtime.links import Acknowledge
 
-    def send(number: int) -> None:
-        group = numbered_group(index, incarnation, number)
-        link.send(group, to=group_address(group.id, 1))
-
-    send(0)
+    link.send(numbered_group(index, incarnation, 0))
     while not isinstance(link.receive(timeout_seconds=30.0), Acknowledge):
         pass
     with sqlite3.connect(path) as database:
         (count,) = database.execute("SELECT COUNT(*) FROM groups").fetchone()
-    send(10 + count)
+    link.send(numbered_group(index, incarnation, 10 + count))
     link.receive(timeout_seconds=30.0)
 
 
 def tells_what_it_was_told(link, **_) -> None:
     """Sends back the first message that it gets."""
-    from tba.runtime.links import TRAINER
-
-    link.send(link.receive(timeout_seconds=30.0), to=TRAINER)
+    link.send(link.receive(timeout_seconds=30.0))
     link.receive(timeout_seconds=None)
 
 
 def waits(link, **_) -> None:
-    while not link.closed:
-        link.receive(timeout_seconds=0.1)
+    from tba.runtime.links import Stop
+
+    while not link.closed and not isinstance(link.receive(timeout_seconds=0.1), Stop):
+        pass
+
+
+def tells_a_variable(link, *, name: str, **_) -> None:
+    link.send((os.environ.get(name, "not set"),))
 
 
 def starts_a_role(link) -> None:
@@ -240,3 +235,20 @@ def surroundings_of_a_role(link) -> None:
     """Tells which variables of a fork server it has, and waits."""
     link.send([name for name in os.environ if "FORK_SERVER" in name])
     link.receive(timeout_seconds=None)
+
+
+def beats_no_more(link, *, board) -> None:
+    """A trainer with searchers, of which it has replaced three, that has made a step and now hangs."""
+    from tba.runtime.board import Board, SharedMemory
+
+    row = Board(SharedMemory.attach(board)).trainer
+    row["searchers"], row["made"], row["replaced"], row["beats"] = 1, 1, 3, 7
+    time.sleep(600)
+
+
+def ends(link) -> None:
+    """Has nothing to do."""
+
+
+def dies(link) -> None:
+    os.kill(os.getpid(), 9)

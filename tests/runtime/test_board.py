@@ -92,7 +92,7 @@ def test_memory_in_ram_where_there_is_room(caplog):
 
 def test_a_trainer_in_its_first_step_moves_and_the_status_says_so():
     board = Board.create()
-    board.supervisor["beats"] = board.trainer["beats"] = 1.0
+    board.trainer["beats"] = 1.0
     assert board.trainer_progress() != board.trainer_progress()
     assert [role.doing for role in board.statuses()] == ["makes its first step, which compiles kernels on a GPU"]
     board.trainer["made"] = 1.0

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from itertools import takewhile
@@ -19,22 +18,14 @@ import pytest
 import targets
 import torch
 
-from tba.config import ConfigError, RuntimeConfig, load_config
+from tba.config import Config, ConfigError, load_config
 from tba.models.weights import make_weights
 from tba.observe.run_folder import MANIFEST, FolderInUse, Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
-from tba.runtime.links import (
-    EndsHandle,
-    Link,
-    frame,
-    pickled,
-    split_frame,
-)
+from tba.runtime.links import EndsHandle, pickled
 from tba.runtime.local import LocalRuntime
 from tba.runtime.slot_memory import Header, data_bytes
-from tba.runtime.supervisor import Host, Supervisor
-from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 
 pytestmark = pytest.mark.slow
@@ -44,7 +35,6 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 DEADLINE_SECONDS = 90.0
-ONE_EACH = RoleThreads(trainer=1, searcher=1)
 
 
 @pytest.fixture(scope="module")
@@ -172,20 +162,18 @@ def test_a_run_folder_of_another_run_is_put_aside_and_that_of_a_living_one_is_re
 
 
 class Run:
-    """A trainer in this process, with its supervisor in a thread and its searchers on the cluster."""
+    """A trainer in this process, with its searchers on the cluster."""
 
     def __init__(self, logs) -> None:
-        from tba.runtime.cluster.roles import ClusterRoles
+        from tba.runtime.cluster.roles import ClusterSearchers
 
-        config, board = RuntimeConfig(kind="ray"), Board.create()
-        self.roles = ClusterRoles(board, logs=logs, threads=ONE_EACH, gpus_each=0.0)
-        self.supervisor = Supervisor(config, board, logs=logs, start_searcher=self.roles.searcher)
+        config, board = Config(runtime={"kind": "ray"}), Board.create()
+        self.searchers = ClusterSearchers(config, board, logs)
         self.groups: list[str] = []
-        self.thread = threading.Thread(target=self.supervisor.run)
-        self.thread.start()
         self.runtime = LocalRuntime(
-            config,
-            Host(link=Link(self.supervisor.trainer_connection), board=board, owner=Holder.of_this_process()),
+            config.runtime,
+            board,
+            self.searchers.start,
             num_searchers=1,
             tensors={"w": torch.zeros(1000)},
             dtype=torch.float32,
@@ -209,9 +197,7 @@ class Run:
 
     def close(self) -> None:
         self.runtime.stop()
-        self.thread.join()
-        self.supervisor.close()
-        self.roles.close()
+        self.searchers.close()
 
 
 @pytest.fixture
@@ -230,15 +216,15 @@ def test_weights_go_out_groups_come_in_and_a_lost_node_is_replaced(run, nodes):
     assert run.groups == [f"{first}/0-7"]
     run.publish(version=1, value=8.0)
     run.drain_until(lambda: f"{first}/1-8" in run.groups)
-    beats = run.runtime.heartbeats()["searcher-0"]
-    run.drain_until(lambda: run.runtime.heartbeats()["searcher-0"] > beats)
+    beats = run.runtime.board.heartbeats()["searcher-0"]
+    run.drain_until(lambda: run.runtime.board.heartbeats()["searcher-0"] > beats)
 
     nodes.remove_node(node, allow_graceful=False)
     nodes.add_node(num_cpus=1)
     run.publish(version=2, value=9.0)
     run.drain_until(lambda: run.groups[-1].endswith("/2-9") and not run.groups[-1].startswith(first))
     assert (
-        run.runtime.metrics()["searchers/replaced"] >= 1.0
+        run.runtime.board.metrics()["searchers/replaced"] >= 1.0
     )  # Ray may choose the lost node once more before it misses it
 
 
@@ -250,11 +236,10 @@ class WaitingHost:
 
         self.slots = WeightSlots.create({"w": torch.zeros(4)}, torch.float32)
         ends = EndsHandle(board=Board.create().memory.handle(), weights=self.slots.handle(), references=None)
-        self.ends = pickled(ends)
         self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
-        arguments = {"index": 0, "incarnation": "a", "ends": self.ends}
+        arguments = {"index": 0, "incarnation": "a"}
         recipe = cloudpickle.dumps((target, {}))
-        self.host.start(recipe, arguments, log=str(logs / "searcher.log"), threads=1)
+        self.host.start(recipe, arguments, ends=ends, log=str(logs / "searcher.log"), threads=1)
 
     def offer(self) -> None:
         """The first weights arrive."""
@@ -263,13 +248,13 @@ class WaitingHost:
         offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
         self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
 
-    def frames_until(self, enough) -> list[tuple[str, bytes]]:
+    def frames_until(self, enough) -> list[bytes]:
         """What the searcher sends until that is enough, or the time is over; it ends then."""
-        found: list[tuple[str, bytes]] = []
+        found: list[bytes] = []
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not enough(found) and time.monotonic() < deadline:
             exchanged = self.host.exchange(Board.create().values.tobytes(), 0.1)
-            found += [split_frame(each) for each in exchanged.frames]
+            found += exchanged.frames
         self.host.signal(signal.SIGKILL)
         return found
 
@@ -278,9 +263,9 @@ class WaitingHost:
 def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(tmp_path):
     """Such as a request for an evaluation, which the trainer sends as soon as it hears of the searcher."""
     waiting = WaitingHost(tmp_path, targets.tells_what_it_was_told)
-    waiting.host.deliver([frame("", pickled("an early word"))])
+    waiting.host.deliver([pickled("an early word")])
     waiting.offer()
-    assert waiting.frames_until(bool) == [("trainer", pickled("an early word"))]
+    assert waiting.frames_until(bool) == [pickled("an early word")]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):

@@ -1,13 +1,14 @@
-"""The second copy of groups, with the supervisor: it is there before a searcher is told, survives a kill, and has no group
+"""The second copy of groups: it is there before a searcher is told, survives a kill, and has no group
 twice. Searchers are real processes here."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
 import targets
-from test_supervisor import Run
+from test_searchers import Run
 
 from tba.runtime.links import pickled
 from tba.runtime.replica import Replica, ReplicaFailed
@@ -20,9 +21,32 @@ def replica(tmp_path):
     replica.close()
 
 
+class Copies:
+    """A replica as its trainer sees it, in this process: it stores a group only when it is asked what it has stored."""
+
+    def __init__(self, replica) -> None:
+        self._replica = replica
+        self._waiting = []
+
+    def add(self, group) -> None:
+        self._waiting.append(group)
+
+    def stored(self) -> set[str]:
+        stored, self._waiting = self._waiting, []
+        for group in stored:
+            self._replica.add(group.id, 1, pickled(group))
+        return {group.id for group in stored}
+
+    def groups(self, *, after):
+        return map(pickle.loads, self._replica.rows(after=after))
+
+    def return_to(self, marks) -> None:
+        self._replica.return_to(marks)
+
+
 @pytest.fixture
 def run(tmp_path, replica):
-    run = Run(tmp_path / "logs", replica=replica)
+    run = Run(tmp_path / "logs", num_searchers=1, copies=Copies(replica))
     yield run
     run.close()
 
@@ -34,7 +58,6 @@ def reopened(path, capacity: int = 1000) -> Replica:
 def test_a_group_is_kept_once_and_in_the_order_of_arrival(replica):
     replica.add("searcher-0.a/0", 8, b"zero")
     replica.add("searcher-1.b/0", 8, b"other")
-    replica.commit()
     replica.add("searcher-0.a/0", 8, b"zero")  # sent again
     replica.add("searcher-0.a/1", 8, b"one")
     assert list(replica.rows()) == [b"zero", b"other", b"one"]
@@ -45,7 +68,6 @@ def test_rows_leave_when_newer_ones_hold_the_capacity(tmp_path):
     replica = reopened(tmp_path / "groups.sqlite", capacity=16)
     for number in range(4):
         replica.add(f"searcher-0.a/{number}", 8, b"")
-        replica.commit()
     assert replica.ids() == ["searcher-0.a/2", "searcher-0.a/3"]
     replica.close()
     replica = reopened(tmp_path / "groups.sqlite", capacity=16)
@@ -69,7 +91,6 @@ replica, number = Replica(Path(sys.argv[1]), capacity=10**9), 0
 while True:
     for number in range(number, number + 3):
         replica.add(f"searcher-0.a/{number}", 1, bytes(1000))
-    replica.commit()
     print(number, flush=True)
     number += 1
 """
@@ -90,7 +111,6 @@ def test_what_is_committed_survives_kill_9(tmp_path):
 
 def test_a_searcher_is_told_of_a_group_only_when_the_replica_has_it(run, replica):
     runtime = run.runtime
-    runtime._num_searchers = 1
     runtime.start_searchers(targets.looks_into_the_replica, {"path": str(replica.path)})
     run.drain_until(lambda: run.groups)
     runtime.acknowledge([run.groups[0].id])

@@ -30,7 +30,7 @@ class Recording:
         self.sent = []
         self.drain = arriving
 
-    def send(self, message, to="") -> bool:
+    def send(self, message) -> bool:
         self.sent.append(message)
         return True
 

@@ -114,7 +114,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 
     def run() -> int:
         try:
-            summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host.open(link))
+            summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host)
         except KeyboardInterrupt as stopped:
             raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
         except RuntimeError as error:

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-
-from torch import Tensor
 
 from tba.config import Config
 from tba.launch.memory import gpu_bytes, placement_of, published_on_gpu
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
-from tba.models.load import LoadedModel, adapt
+from tba.launch.supervise import Host
+from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder, RunListener
 from tba.observe.run_folder import RunFolder
+from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, Idleness
-from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.supervisor import Host
+from tba.runtime.searchers import local_starter
 from tba.search.role import run_searcher
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
-from tba.train.make import Learner, make_learner, make_trainer
+from tba.train.make import make_learner, make_trainer
 from tba.train.ranks import Ranks
 from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
+
+MakeRuntime = Callable[..., LocalRuntime]
+"""Makes the runtime of the trainer in this process, given what depends on its model."""
+
+
+@contextmanager
+def runtimes(config: Config, host: Host, board: Board, logs: Path) -> Iterator[MakeRuntime]:
+    """What makes the trainer's runtime: its searchers are processes of this machine or, under runtime.kind=ray, actors of a
+    cluster, which this process joins."""
+    if config.runtime.kind == "local" or config.takes_turns:
+        yield partial(LocalRuntime, config.runtime, board, local_starter(config, logs))
+        return
+    from tba.runtime.cluster.connect import cluster
+
+    with cluster(config.runtime, address=host.cluster):
+        from tba.runtime.cluster.copies import RemoteReplica
+        from tba.runtime.cluster.roles import ClusterSearchers
+
+        copies = RemoteReplica(host.owner) if config.replay.durability == "node" else None
+        with closing(ClusterSearchers(config, board, logs)) as searchers:
+            yield partial(LocalRuntime, config.runtime, board, searchers.start, copies=copies)
 
 
 @dataclass
@@ -53,27 +74,40 @@ class AsyncRun:
         config: Config,
         folder: RunFolder,
         inputs: RunInputs,
-        host: Host,
+        make_runtime: MakeRuntime,
         checkpoint: Path | None,
         ranks: Ranks,
         listener: RunListener,
     ) -> AsyncRun:
-        """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
-        part fails is closed."""
+        """Publish version 0, or that of the checkpoint to resume from, then start searchers. What was made before a part
+        fails is closed."""
         with ExitStack() as undo:
             loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
             listener.model = adapt(loaded, config.model, seed=config.seed)
             weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
             learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
-            runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
+            published_bytes = sum(tensor.numel() for tensor in weights.tensors.values()) * loaded.model.dtype.itemsize
+            placement = placement_of(config)
+            gpu = 0 if placement.slots_device == "cpu" else gpu_bytes(placement.slots_device)
+            runtime = make_runtime(
+                num_searchers=config.search.count,
+                tensors=weights.tensors,
+                dtype=loaded.model.dtype,
+                canary=learner.train_step.canary,
+                ledger=ledger,
+                reference_resets=bool(config.reference.reset_every),
+                slots_in_host_memory=published_on_gpu(placement, published_bytes, gpu=gpu) == 0,
+                may_start=lambda: not interrupt.asked,
+            )
+            board = runtime.board
             undo.callback(runtime.stop)
             recorder = make_recorder(
                 config,
                 folder,
                 inputs,
                 counts,
-                roles=runtime.statuses,
-                more_metrics=runtime.metrics,
+                roles=board.statuses,
+                more_metrics=board.metrics,
                 listener=listener,
                 row=runtime.row,
             )
@@ -83,8 +117,8 @@ class AsyncRun:
                 runtime.row,
                 len(task.prompts("train")),
                 lambda: interrupt.asked or recorder.is_time_over,
-                progress=runtime.progress,
-                heartbeats=runtime.heartbeats,
+                progress=board.searchers_progress,
+                heartbeats=board.heartbeats,
             )
             trainer = make_trainer(
                 config,
@@ -180,7 +214,7 @@ class AsyncRun:
                 logger.warning("no evaluation of version %d: %s", version, error)
                 return
             self.take_evaluations()
-            if idleness.look(self.runtime.progress()) > seconds:
+            if idleness.look(self.runtime.board.searchers_progress()) > seconds:
                 logger.warning(
                     "no evaluation of version %d: no searcher has worked for %g s; look at logs/searcher-*.log. The summary "
                     "has the last evaluation that came.",
@@ -194,29 +228,3 @@ class AsyncRun:
         self.runtime.stop()
         self.recorder.close()
         self.trainer.close()  # last: it raises where groups could not be written
-
-
-def make_runtime(
-    config: Config,
-    host: Host,
-    loaded: LoadedModel,
-    learner: Learner,
-    ledger: VisitLedger,
-    *,
-    tensors: Mapping[str, Tensor],
-) -> LocalRuntime:
-    """What the trainer has of its run; `tensors` are those that will be published, all of them whole."""
-    published_bytes = sum(tensor.numel() for tensor in tensors.values()) * loaded.model.dtype.itemsize
-    placement = placement_of(config)
-    gpu = 0 if placement.slots_device == "cpu" else gpu_bytes(placement.slots_device)
-    return LocalRuntime(
-        config.runtime,
-        host,
-        num_searchers=config.search.count,
-        tensors=tensors,
-        dtype=loaded.model.dtype,
-        canary=learner.train_step.canary,
-        ledger=ledger,
-        reference_resets=bool(config.reference.reset_every),
-        slots_in_host_memory=published_on_gpu(placement, published_bytes, gpu=gpu) == 0,
-    )

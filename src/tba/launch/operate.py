@@ -1,7 +1,7 @@
 """Look at a run and steer it from outside: `tba status RUN`, `tba stop RUN`, `tba searchers RUN --count N`.
 
-The supervisor of a run tells what its roles do in status.json, once a second, also while they wait or are started again.
-What is asked of the run stands in control.json, which it reads as often.
+The process that a run was started as tells what its roles do in status.json, once a second, also while they wait or are
+started again. What is asked of the run stands in control.json, which it reads as often.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StatusWriter:
             "outcome": outcome.get("outcome"),
             "error": outcome.get("error"),
             "trainer_restarts": int(self._board.supervisor["trainer_restarts"]),
-            "searchers_replaced": int(self._board.supervisor["replaced"]),
+            "searchers_replaced": int(self._board.replaced),
             "roles": [] if ended else roles,
         }
         with self._failures.tolerated("status in", self._folder.status):

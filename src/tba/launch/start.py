@@ -16,7 +16,7 @@ import torch
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config, load_run_config
 from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
-from tba.launch.async_run import AsyncRun
+from tba.launch.async_run import AsyncRun, MakeRuntime, runtimes
 from tba.launch.checks import (
     check_before_loading,
     check_devices,
@@ -33,7 +33,7 @@ from tba.launch.ranks import ranks_of
 from tba.launch.resolve import resolve
 from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config
 from tba.launch.run import RunInputs, load_inputs
-from tba.launch.supervise import hosted
+from tba.launch.supervise import Host, hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
@@ -42,12 +42,11 @@ from tba.observe.display import show_line, show_summary, steps_words
 from tba.observe.files import WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.recorder import RunListener
 from tba.observe.run_folder import RunFolder
+from tba.runtime.board import Board, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
-from tba.runtime.links import ShowStacks
 from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
-from tba.runtime.supervisor import Host
 from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.base import KeepResponses
@@ -142,7 +141,9 @@ def _load_and_train(
             ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener, began)
+            board = Board(SharedMemory.attach(found.board))
+            with runtimes(config, found, board, folder.logs) as make_runtime:
+                return _train(config, folder, inputs, imported, checkpoint, board, make_runtime, ranks, listener, began)
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(stopped_words(config, by_command=host is not None)) from stopped
     except Exception as error:
@@ -158,7 +159,8 @@ def _train(
     inputs: RunInputs,
     imported: Sequence[TrajectoryGroup],
     checkpoint: Path | None,
-    host: Host,
+    board: Board,
+    make_runtime: MakeRuntime,
     ranks: Ranks,
     listener: RunListener,
     began: float,
@@ -173,9 +175,9 @@ def _train(
         show_line(f"{folder.path} {words}{_evaluated_words(config, inputs)}")
     run: SyncRun | AsyncRun
     if config.takes_turns:
-        run = SyncRun.make(config, folder, inputs, host.board, checkpoint, listener)
+        run = SyncRun.make(config, folder, inputs, board, checkpoint, listener)
     else:
-        run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks, listener)
+        run = AsyncRun.make(config, folder, inputs, make_runtime, checkpoint, ranks, listener)
     run.recorder.began = began
     if checkpoint is not None:
         run.recorder.note(f"{folder.path} goes on from {steps_words(config, run.trainer.step_index)}.")
@@ -185,8 +187,8 @@ def _train(
         try:
             run.run()
         except BaseException as error:
-            if isinstance(error, WaitedTooLong):
-                host.link.send(ShowStacks())
+            if isinstance(error, WaitedTooLong) and isinstance(run, AsyncRun):
+                run.runtime.pool.show_stacks()
             save_and_tell(run, error)
             raise
         if run.interrupt.asked:

@@ -1,5 +1,5 @@
-"""A run under its supervisor: `tba train` is the supervisor itself, with the trainer as a child, resumed when it dies; for
-`train(config)` from Python the supervisor is a thread beside the trainer.
+"""A run and who watches it: `tba train` is a supervisor with the trainer as a child, resumed when it dies. `train(config)`
+from Python has the trainer in the caller's process, and a thread beside it that writes its status.
 
 Nothing here imports torch: Ctrl-C and `tba status` work from the first moment, and the imports of all roles happen once, in
 the process that they are forked from.
@@ -12,27 +12,23 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.files import read_summary, tell_failure
 from tba.observe.run_folder import MANIFEST, Holder, RunFolder
-from tba.runtime.board import Board
-from tba.runtime.links import Link
+from tba.runtime.board import Board, MemoryHandle
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
-from tba.runtime.supervisor import Host, HostHandle, LocalRoles, Supervisor
-from tba.runtime.threads import threads_of
-
-if TYPE_CHECKING:
-    from tba.runtime.cluster.roles import ClusterRoles
+from tba.runtime.supervisor import LOOK_SECONDS, StartTrainer, Supervisor, start_local_trainer
 
 logger = logging.getLogger("tba")
 
@@ -40,8 +36,23 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to save and end."""
 
 
+OUTSIDE_SECONDS = 1.0
+"""Time between two looks at what is asked of a run, and between two status.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a trainer runs. Host(board=MemoryHandle(...), owner=Holder(...), cluster=None)"""
+
+    board: MemoryHandle
+    owner: Holder
+    """The process that is there for as long as the run, and has its folder."""
+    cluster: str | None = None
+    """Address of the Ray cluster that its trainer was placed on; None = a trainer on a cluster joins it itself."""
+
+
 class Outside:
-    """What the supervisor does once a second for those who look at the run from outside."""
+    """What is done once a second for those who look at the run from outside."""
 
     def __init__(self, folder: RunFolder, search: SearchConfig, board: Board) -> None:
         self._folder = folder
@@ -51,6 +62,7 @@ class Outside:
         self._asked: int | None = None
         """Number of searchers that was asked for last."""
         self._status: StatusWriter | None = None
+        self._looked, self._replaced = 0.0, 0.0
         self.exit_status: int | None = None
         """How the trainer's process has ended; None = it is this process, or has not."""
 
@@ -59,7 +71,12 @@ class Outside:
         """Whether a trainer has begun the run since this was made: then config.yaml was written anew."""
         return _state_of(self._folder.config) not in (None, self._config_before)
 
-    def look(self, supervisor: Supervisor) -> None:
+    def look(self) -> None:
+        """Write the status, and tell the trainer what is asked of it, if that is due."""
+        # At once where a searcher is replaced, which may take seconds: its end must not be seen only then.
+        if self._board.replaced == self._replaced and time.monotonic() < self._looked + OUTSIDE_SECONDS:
+            return
+        self._looked, self._replaced = time.monotonic(), self._board.replaced
         if not self.begun:
             return
         if self._status is None:
@@ -68,7 +85,7 @@ class Outside:
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
             self._asked = asked
-            supervisor.ask_for_searchers(asked)
+            self._board.supervisor["searchers_wanted"] = asked
 
     def close(self) -> None:
         """Say how the run has ended; its process may go on with something else."""
@@ -100,15 +117,14 @@ def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_r
         return _supervise(config, folder, replica, owner, resume, target, accept_lost_replay)
     finally:
         if replica is not None:
-            replica.groups.close()
-            replica.folder.release()
+            replica.release()
         folder.release()
 
 
 def _supervise(
     config: Config,
     folder: RunFolder,
-    replica: OpenReplica | None,
+    replica: RunFolder | None,
     owner: Holder,
     resume: bool | Path,
     target: str,
@@ -120,10 +136,10 @@ def _supervise(
         prepare_roles()
     board = Board.create()
     given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else set()
-    outside = Outside(folder if replica is None else replica.folder, config.search, board)
-    host = HostHandle(board=board.memory.handle(), owner=owner)
+    here = folder if replica is None else replica
+    outside = Outside(here, config.search, board)
 
-    def trainer_arguments() -> dict[str, Any]:
+    def trainer_arguments(cluster: str | None) -> dict[str, Any]:
         begun = replica is None and outside.begun  # otherwise the trainer's node knows
         # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
         came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
@@ -131,19 +147,17 @@ def _supervise(
             "config": config,
             "resume": came_back or resume or begun,
             "accept_lost_replay": accept_lost_replay and not outside.begun,  # of what was lost before
-            "host": host,
+            "host": Host(board=board.memory.handle(), owner=owner, cluster=cluster),
         }
 
-    with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
+    with trainers(config, board, replica, owner) as (start, cluster):
         supervisor = Supervisor(
             config.runtime,
             board,
             logs=folder.logs,
-            start_trainer=lambda make_link: start.trainer(target, trainer_arguments(), make_link),
-            start_searcher=start.searcher,
-            newest_checkpoint=partial(newest_step, folder if replica is None else replica.folder),
+            start_trainer=lambda: start(target, trainer_arguments(cluster)),
+            newest_checkpoint=partial(newest_step, here),
             look_outside=outside.look,
-            replica=None if replica is None else replica.groups,
         )
         try:
             with _signals(supervisor), above_the_table(board):
@@ -152,6 +166,7 @@ def _supervise(
         finally:
             supervisor.close()
             outside.close()
+            board.memory.close()
 
 
 class AboveTheTable(logging.Formatter):
@@ -181,17 +196,9 @@ def above_the_table(board: Board) -> Iterator[None]:
             handler.setFormatter(formatter)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenReplica:
-    """The second copy of a run, on this node, with replay.durability=node."""
-
-    folder: RunFolder
-    """Laid out like the run folder, which is on the trainer's node: what the run tells of itself is here too."""
-    groups: Replica
-
-
-def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
-    """Claim the replica of a run, empty where the run is new; None without replay.durability=node."""
+def open_replica(config: Config, *, resume: bool) -> RunFolder | None:
+    """The folder of the second copy of a run, on this node, laid out like the run folder, which is on the trainer's node:
+    what the run tells of itself is here too. Empty where the run is new; None without replay.durability=node."""
     if config.replay.durability != "node":
         return None
     path = replica_folder(config.run_folder)
@@ -200,64 +207,52 @@ def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
         folder.claim()
     else:
         folder = RunFolder.create(path, overwrite=config.overwrite)
-    return OpenReplica(folder=folder, groups=Replica(path / GROUPS, capacity=config.replay.capacity))
+    Replica(path / GROUPS, capacity=config.replay.capacity).close()  # one that cannot be used is refused now
+    return folder
 
 
 @contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
-    """A host for a trainer in this process, with the supervisor in a thread."""
-    board = Board.create()
+    """A host for a trainer in this process, with a thread that looks after its status."""
+    board, ended = Board.create(), threading.Event()
     outside = Outside(folder, config.search, board)
-    with starters(config, board, folder.logs) as start:
-        supervisor = Supervisor(
-            config.runtime, board, logs=folder.logs, start_searcher=start.searcher, look_outside=outside.look
-        )
 
-        def run() -> None:
-            try:
-                supervisor.run()
-            except BaseException:
-                logger.exception("the supervisor of the run has failed")
-            finally:
-                supervisor.close()  # the trainer sees that the link is closed
-
-        thread = threading.Thread(target=run, daemon=True, name="supervisor")
-        thread.start()
-        link = Link(supervisor.trainer_connection)
+    def run() -> None:
         try:
-            yield Host(link=link, board=supervisor.board, owner=Holder.of_this_process())
-        except Exception as error:
-            tell_failure(folder, error)  # before the status says how the run has ended
-            raise
-        finally:
-            link.close()
-            thread.join()
-            outside.close()
+            while not ended.wait(LOOK_SECONDS):
+                outside.look()
+        except Exception:
+            logger.exception("the status of the run is not written any more")
+
+    thread = threading.Thread(target=run, daemon=True, name="outside")
+    thread.start()
+    try:
+        yield Host(board=board.memory.handle(), owner=Holder.of_this_process())
+    except Exception as error:
+        tell_failure(folder, error)  # before the status says how the run has ended
+        raise
+    finally:
+        ended.set()
+        thread.join()
+        outside.close()
+        board.memory.close()
 
 
 @contextmanager
-def starters(
-    config: Config, board: Board, logs: Path, replica: RunFolder | None = None
-) -> Iterator[LocalRoles | ClusterRoles]:
-    """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster. `replica`
-    is where the run folder is copied to; None = it is not."""
+def trainers(
+    config: Config, board: Board, replica: RunFolder | None, owner: Holder
+) -> Iterator[tuple[StartTrainer, str | None]]:
+    """What starts the trainer of a run: as a process of this machine or, under runtime.kind=ray, as an actor of a cluster,
+    with the cluster's address."""
     if config.runtime.kind == "local" or config.takes_turns:
-        yield LocalRoles(config=config, logs=logs)
+        yield start_local_trainer, None
         return
     from tba.runtime.cluster.connect import cluster
 
-    with cluster(config.runtime):
-        import ray
+    with cluster(config.runtime) as address:
+        from tba.runtime.cluster.roles import ClusterTrainers
 
-        from tba.runtime.cluster.copies import RunCopy
-        from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
-
-        available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        gpus = share_of_gpus(available, config.train.ranks + config.search.count)
-        copy = None if replica is None else RunCopy(replica)
-        threads, ranks = threads_of(config), config.train.ranks
-        with closing(ClusterRoles(board, logs=logs, threads=threads, gpus_each=gpus, ranks=ranks, copy=copy)) as roles:
-            yield roles
+        yield ClusterTrainers(config, board, replica, owner).start, address
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:

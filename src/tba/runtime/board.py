@@ -147,13 +147,16 @@ SILENT_SECONDS = 1.0
 """Time without a sign of life from which on a role is taken to be suspended or hung."""
 MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
-SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
-"""`beats` rises while the supervisor looks after the others."""
+SUPERVISOR_FIELDS = ("trainer_restarts", "replaced_before", "searchers_wanted")
+"""`replaced_before` are the searchers that earlier trainers of the run have replaced. `searchers_wanted` is the number that
+was asked for from outside, 0 = none was."""
 TRAINER_FIELDS = (
     *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
-    *("batch_prompts", "prompts_wanted", "done", "of", "table_lines"),
+    *("batch_prompts", "prompts_wanted", "done", "of", "table_lines", "pool_beats", "searchers", "replaced"),
 )
-"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
+"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats` rises
+while its thread looks after searchers, whatever it does itself; `searchers` is the number that it has begun with, 0 = it has
+none yet, or none any more; `replaced` are those that died or hung since this trainer began. `lost` is the
 number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
 `made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
 waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on.
@@ -176,10 +179,10 @@ SEARCHER_FIELDS = (
 )
 """`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
 is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
-and `of` count the responses of an evaluation, `of` = 0: none goes on. The supervisor writes `pid` and `place`, the searcher
+and `of` count the responses of an evaluation, `of` = 0: none goes on. The trainer writes `pid` and `place`, the searcher
 the others."""
-SUPERVISORS_OF_SEARCHER = ("pid", "place")
-"""Those of SEARCHER_FIELDS that the supervisor writes; they come last."""
+TRAINERS_OF_SEARCHER = ("pid", "place")
+"""Those of SEARCHER_FIELDS that the trainer writes; they come last."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
 
 Place = Literal["none", "empty", "filled", "given_up"]
@@ -221,12 +224,12 @@ class Board:
 
     @staticmethod
     def own_part(searcher: int | None) -> slice:
-        """Where the numbers that a searcher writes lie, or the trainer (None)."""
+        """Where the numbers that a searcher writes lie, or the trainer and all its searchers (None)."""
         start = len(SUPERVISOR_FIELDS)
         if searcher is None:
-            return slice(start, start + len(TRAINER_FIELDS))
+            return slice(start, start + len(TRAINER_FIELDS) + MAX_SEARCHERS * len(SEARCHER_FIELDS))
         start += len(TRAINER_FIELDS) + searcher * len(SEARCHER_FIELDS)
-        return slice(start, start + len(SEARCHER_FIELDS) - len(SUPERVISORS_OF_SEARCHER))
+        return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
     def take_others(self, values: np.ndarray, own: slice) -> None:
         """Take over what another board shows, except for what is written here."""
@@ -241,16 +244,20 @@ class Board:
         found = {index: PLACES[int(row["place"])] for index, row in enumerate(self._searchers)}
         return {index: place for index, place in found.items() if place != "none"}
 
+    def searcher_pids(self) -> list[int]:
+        """Processes of the searchers that run, each on its own machine."""
+        return [pid for row in self._searchers if (pid := int(row["pid"]))]
+
     def searchers_progress(self) -> float:
         """A number that changes while any searcher works, and when one is replaced."""
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
         # A process that loads its model shows nothing yet; the supervisor bounds that, not the deadlines of others.
         loading = any(row["heartbeat"] == 0 for row in rows)
-        # One that shows no sign of life is the supervisor's business, which replaces it.
+        # One that shows no sign of life is the business of whoever replaces it.
         silent = [row.silence() > SILENT_SECONDS for row in rows]
         if loading or any(silent) or self._is_suspended():
             return time.monotonic()
-        return 1e9 * self.supervisor["replaced"] + sum(row["work"] for row in rows)
+        return 1e9 * self.replaced + sum(row["work"] for row in rows)
 
     def trainer_progress(self) -> float:
         """A number that changes while the trainer works, and while another one starts or makes its first step, in which
@@ -259,9 +266,20 @@ class Board:
         return time.monotonic() if moves else self.trainer["beats"]
 
     def _is_suspended(self) -> bool:
-        """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
-        who waits for that may lose patience."""
-        return self.supervisor.silence() > SILENT_SECONDS
+        """Whether the trainer's process does nothing: somebody has suspended it (kill -STOP), or starting a searcher takes
+        long. Nobody who waits for it may lose patience."""
+        return self.trainer.silence() > SILENT_SECONDS
+
+    @property
+    def replaced(self) -> float:
+        """Number of searchers of the run that died or hung, and whose place another one took."""
+        return self.supervisor["replaced_before"] + self.trainer["replaced"]
+
+    def trainer_begins(self) -> None:
+        """Another trainer begins, with searchers of its own."""
+        self.supervisor["replaced_before"] = self.replaced
+        for row in (self.trainer, *self._searchers):
+            row.clear()
 
     def heartbeats(self) -> dict[str, float]:
         """Signs of life so far of each searcher that runs."""
@@ -299,7 +317,7 @@ class Board:
         places = self.places()
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
-            "searchers/replaced": self.supervisor["replaced"],
+            "searchers/replaced": self.replaced,
             "trainer/restarts": self.supervisor["trainer_restarts"],
             **{
                 f"searcher/{index}/{name}": self._searchers[index][name]
@@ -329,7 +347,7 @@ class Row:
     def __init__(self, values: np.ndarray, fields: tuple[str, ...]) -> None:
         self._values = values
         self._index = {name: place for place, name in enumerate(fields)}
-        self._alive = next((name for name in ("heartbeat", "beats") if name in fields), None)
+        self._alive = next((name for name in ("heartbeat", "pool_beats") if name in fields), None)
         """The number that rises while the role lives."""
         self._silence = Idleness()
 

@@ -12,7 +12,6 @@ from tba.runtime.channels import Stopped, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
-    TRAINER,
     Acknowledge,
     AskVisits,
     EndsHandle,
@@ -21,7 +20,6 @@ from tba.runtime.links import (
     LeaseVisits,
     Link,
     Stop,
-    group_address,
 )
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
@@ -31,7 +29,7 @@ WINDOW = 64
 
 
 class SearcherEnds:
-    """The ends of searcher `index`, over its link to the supervisor and shared memory."""
+    """The ends of searcher `index`, over its link to the trainer and shared memory."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class SearcherEnds:
         self.weights = WeightSlots.attach(handle.weights)
         # None = references are never reset.
         self.references = None if handle.references is None else WeightSlots.attach(handle.references)
-        self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
+        self.visits = VisitStock(lambda count: self._link.send(AskVisits(count=count)), size=stock)
         self._config = config
         self._unacknowledged: dict[str, TrajectoryGroup] = {}
         self._asked: list[int] = []
@@ -77,7 +75,7 @@ class SearcherEnds:
             progress=self.trainer_progress,
         )
         self._unacknowledged[group.id] = group
-        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
+        self._link.send(group)
 
     def _has_room(self) -> bool:
         if len(self._unacknowledged) >= WINDOW:
@@ -108,7 +106,7 @@ class SearcherEnds:
         return reached
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._tell(Evaluated(version=version, metrics=metrics))
+        self._link.send(Evaluated(version=version, metrics=metrics))
 
     def trainer_progress(self) -> float:
         """A number that changes while the trainer works, or starts."""
@@ -121,6 +119,3 @@ class SearcherEnds:
     def lost_visits(self) -> int:
         """Number of visits of the run so far that brought nothing to train on."""
         return int(self._board.trainer["lost"])
-
-    def _tell(self, message: AskVisits | Evaluated) -> None:
-        self._link.send(message, to=TRAINER)

@@ -8,8 +8,8 @@ imported. The server runs no threads, so a fork of it is a process as good as ne
 working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
 does not survive a fork: a role that uses one sets it up for itself.
 
-    caller -> server   Start, with the descriptors as SCM_RIGHTS
-    server -> caller   Started, Ended
+    caller -> server   Start, with the descriptors as SCM_RIGHTS, and one more, to which the role's exit status goes
+    server -> caller   the process of the role
 
 The server ends when the caller's end of the socket closes, and its forks with it,
 however the caller ended.
@@ -41,6 +41,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -90,21 +91,6 @@ class Start:
     """Time (time.monotonic) after which nobody wants the role any more: another server has started it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """Server to caller, one for each Start that is not too late, in their order."""
-
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """Server to caller: a role has ended, with its exit status or minus the number of the signal that killed it."""
-
-    pid: int
-    status: int
-
-
 def module_command(module: str, *arguments: str) -> list[str]:
     """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
     user's json.py or types.py stands for Python's own."""
@@ -124,40 +110,38 @@ def serve(caller: socket.socket) -> None:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: set[int] = set()
+    running: dict[int, Connection] = {}
+    """By process: where its exit status goes."""
     while True:
         ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
-        for pid, status in _ended(running):
-            running.discard(pid)
-            connection.send(Ended(pid=pid, status=status))
+        _tell_ended(running)
         if caller.fileno() not in ready:
             continue
         try:
             message: Start = connection.recv()
-            byte, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
-        except (EOFError, OSError):
-            return
-        if not byte:
+            _, (status, *descriptors), _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
+        except (EOFError, OSError, ValueError):
             return
         forked = os.fork() if time.monotonic() < message.until else None
         if forked == 0:
             _become_role(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if forked is not None:
-            running.add(forked)
-            connection.send(Started(pid=forked))
+        if forked is None:
+            os.close(status)
+        else:
+            running[forked] = Connection(status, readable=False)
+            connection.send(forked)
 
 
-def _ended(running: set[int]) -> list[tuple[int, int]]:
-    found = []
-    for pid in running:
+def _tell_ended(running: dict[int, Connection]) -> None:
+    for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            found.append((pid, os.waitstatus_to_exitcode(status)))
-    return found
+            with running.pop(pid) as told, suppress(BrokenPipeError):  # nobody wants to know
+                told.send(os.waitstatus_to_exitcode(status))
 
 
 def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
@@ -244,20 +228,42 @@ def show_as(name: str) -> None:
 class ForkedProcess:
     """A role, with the methods of subprocess.Popen that are needed of it."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, pid: int, told: Connection) -> None:
+        """`told` brings the exit status, and ends with the server."""
         self.pid = pid
-        self._server = server
+        self._told = told
+        self._status: int | None = None
+        self._ended = math.inf
+        """When the role was first seen to have ended, of which the server has not told yet."""
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        return self._server.status(self.pid)
+        return self._look(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        return self._server.wait(self.pid, timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (status := self._look(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout or 0.0)
+        return status
 
     def kill(self) -> None:
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, seconds: float) -> int | None:
+        """Exit status, None while it runs; waits for it no longer than the time."""
+        with self._lock:
+            if self._status is None and self._told.poll(seconds):
+                try:
+                    self._status = self._told.recv()
+                except EOFError:  # its server is gone, and the role with it
+                    self._status = -signal.SIGKILL
+            elif self._status is None and (found := status_of_zombie(self.pid)) is not None:  # a server that hangs
+                self._ended = min(self._ended, time.monotonic())
+                self._status = found if time.monotonic() > self._ended + TELL_SECONDS else None
+            return self._status
 
 
 class ServerGone(RuntimeError):
@@ -280,13 +286,8 @@ class ForkServer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
         self._process = process
         self._lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._started: list[int] = []
-        self._statuses: dict[int, int] = {}
-        self._ended: dict[int, float] = {}
-        """By process: when a role was first seen to have ended of which the server has not told yet."""
-        self._alive = True
-        threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
+        self._has_started = False
+        """Whether it has forked a role, so that its imports are done."""
 
     @classmethod
     def begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
@@ -323,7 +324,7 @@ class ForkServer:
             server = cls._shared
             cls._preload = tuple(preload) or cls._preload
             cls._environment = environment or cls._environment
-            if server is None or not server._alive:
+            if server is None or not server.lives:
                 server = cls._shared = cls.own() or cls.begin(cls._environment, cls._preload)
                 atexit.register(server.close)
             return server
@@ -372,7 +373,7 @@ class ForkServer:
         starts_roles: bool,
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
-        numbers, seconds = (link, *descriptors), START_SECONDS if self._started else IMPORT_SECONDS
+        numbers, seconds = (link, *descriptors), START_SECONDS if self._has_started else IMPORT_SECONDS
         message = Start(
             name=name,
             link=link,
@@ -383,36 +384,28 @@ class ForkServer:
             starts_roles=starts_roles,
             until=time.monotonic() + seconds,
         )
-        with self._lock:
-            seen = len(self._started)
-            self._connection.send(message)
-            socket.send_fds(self._socket, [b" "], list(numbers))
-            with self._changed:
+        told, telling = Pipe(duplex=False)
+        how = f"has not answered for {seconds} s"
+        try:
+            with self._lock:
+                self._connection.send(message)
+                socket.send_fds(self._socket, [b" "], [telling.fileno(), *numbers])
                 # A second more: an answer that is given just in time must not be missed.
-                self._changed.wait_for(lambda: len(self._started) > seen or not self._alive, seconds + 1.0)
-            if len(self._started) == seen:
-                how = f"has not answered for {seconds} s" if self._alive else "has ended; its last lines are on stderr"
-                raise ServerGone(f"the process that roles are forked from (process {self._process.pid}) {how}.")
-            return ForkedProcess(self, self._started[seen])
+                if self._connection.poll(seconds + 1.0):
+                    pid, self._has_started = self._connection.recv(), True
+                    return ForkedProcess(pid, told)
+        except (EOFError, ConnectionError):
+            how = "has ended; its last lines are on stderr"
+        finally:
+            telling.close()
+        raise ServerGone(f"the process that roles are forked from (process {self._process.pid}) {how}.")
 
-    def status(self, pid: int) -> int | None:
-        """Exit status of a role, None while it runs."""
-        with self._changed:
-            told = self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
-        found = status_of_zombie(pid) if told is None else None
-        if found is None:
-            return told
-        waited = time.monotonic() - self._ended.setdefault(pid, time.monotonic())
-        return found if waited > TELL_SECONDS else None
-
-    def wait(self, pid: int, timeout: float | None) -> int:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (status := self.status(pid)) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"role {pid}", timeout or 0.0)
-            with self._changed:
-                self._changed.wait(min(LOOK_SECONDS, deadline - time.monotonic()))  # a server that hangs tells nothing
-        return status
+    @property
+    def lives(self) -> bool:
+        try:
+            return self._process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
     def close(self) -> None:
         """End the server and, with it, every role that still runs."""
@@ -420,22 +413,6 @@ class ForkServer:
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             self._process.kill()
             self._process.wait(KILL_SECONDS)
-
-    def _read(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                message: Started | Ended = self._connection.recv()
-                with self._changed:
-                    if isinstance(message, Started):
-                        for known in (self._statuses, self._ended):
-                            known.pop(message.pid, None)  # an earlier role may have had this number
-                        self._started.append(message.pid)
-                    else:
-                        self._statuses[message.pid] = message.status
-                    self._changed.notify_all()
-        with self._changed:
-            self._alive = False
-            self._changed.notify_all()
 
 
 def status_of_zombie(pid: int) -> int | None:

@@ -155,7 +155,7 @@ class LedgerVisits:
 class VisitStock:
     """Visits at hand in a searcher's process, the earliest first: more are asked for before they run out."""
 
-    def __init__(self, ask: Callable[[int], None], *, size: int) -> None:
+    def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
         """`ask` asks the trainer for so many visits; they arrive by `add`. `size` visits are kept at hand: as many as are
         begun while the trainer is busy with a step."""
         self._ask = ask

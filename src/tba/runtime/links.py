@@ -1,18 +1,11 @@
 """Messages between processes: what the roles of a run tell each other, and the two-way link that carries it.
 
-A frame on a link is an address and a pickled message. The supervisor stands between trainer and searchers and passes frames
-on by their address, without reading them:
-
     searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated
-    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate
-    trainer -> supervisor    StartSearchers, ReplaceSearcher, EndSearchers, ShowStacks
-    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, SearchersEnded
-    supervisor -> searcher   Stop
-    replica -> trainer       TrajectoryGroup, as its searcher sent it
+    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, Stop
     any child -> parent      Failed
 
 Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
-killed, and the supervisor is there before anything else.
+killed.
 """
 
 from __future__ import annotations
@@ -33,28 +26,6 @@ if TYPE_CHECKING:
     from tba.runtime.board import MemoryHandle
     from tba.runtime.leases import Visit
     from tba.runtime.slot_memory import SlotsHandle
-
-PARENT = ""
-"""Address of whoever started this process and watches it."""
-TRAINER = "trainer"
-"""Address of the trainer. A searcher's is its name and the incarnation of its process: searcher-0.5f3a91c2."""
-REPLICA = "replica"
-"""Address of the supervisor's copies of groups (replica.py), as the trainer sees it."""
-
-
-def group_address(group_id: str, responses: int) -> str:
-    """The trainer's address on the frame of a group: the supervisor, which does not read the frame, learns which it is."""
-    return f"{TRAINER}/{responses}/{group_id}"
-
-
-def group_of(address: str) -> tuple[str, int] | None:
-    """Id and number of responses of the group under an address; None = it is no group's.
-
-    group_of("trainer/8/searcher-0.5f3a91c2/41") is ("searcher-0.5f3a91c2/41", 8)
-    """
-    role, _, rest = address.partition("/")
-    responses, _, group_id = rest.partition("/")
-    return (group_id, int(responses)) if role == TRAINER and group_id else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +65,20 @@ class LeaseVisits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Trainer to searcher: end now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A child's last words: Failed(error="ValueError: ...", final=False)"""
+
+    error: str
+    final: bool = False
+    """Whether a new process would fail in the same way, so that starting one is of no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EndsHandle:
     """What a searcher's process needs to find its ends.
 
@@ -106,85 +91,6 @@ class EndsHandle:
     """Where new references are published; None = they never are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartSearchers:
-    """Trainer to supervisor: the weights are published; start the searchers."""
-
-    recipe: bytes
-    """Pickled (target, arguments) of a searcher's process."""
-    ends: bytes
-    """Pickled EndsHandle, which the target is given too: the supervisor need not import what its weights are opened with."""
-    stored: Mapping[str, int]
-    """The highest number of each source whose groups the trainer has on disk: it lacks later ones of the replica."""
-    count: int
-    forked: bool
-    """Whether searchers are forks of a process that has imported what they need."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaceSearcher:
-    """Trainer to supervisor: something is wrong with a searcher. ReplaceSearcher(holder="searcher-0.5f3a91c2", why="...")"""
-
-    holder: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndSearchers:
-    """Trainer to supervisor: end all searchers; SearchersEnded is the answer, and all that comes later is of new ones."""
-
-    go_on_from: Mapping[str, int] | None = None
-    """Where the trainer has gone back and needs new searchers: the highest number of each source whose groups it still has.
-    None = the run is over."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowStacks:
-    """Trainer to supervisor: a deadline has passed; have all roles write to their logs what they are doing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearcherStarted:
-    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2")"""
-
-    holder: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearcherEnded:
-    """Supervisor to trainer, after the last of the searcher's own messages."""
-
-    holder: str
-    replaced: bool
-    """Whether another will take its place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchersFailed:
-    """Supervisor to trainer: there is no searcher any more, and starting another is of no use."""
-
-    error: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchersEnded:
-    """Supervisor to trainer: no searcher runs any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Supervisor to searcher: end now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A child's last words: Failed(error="ValueError: ...", final=False)"""
-
-    error: str
-    final: bool = False
-    """Whether a new process would fail in the same way, so that starting one is of no use."""
-
-
 class RunCannotGoOn(RuntimeError):
     """An error of a role that a new process in its place would meet again."""
 
@@ -192,58 +98,54 @@ class RunCannotGoOn(RuntimeError):
 class Link:
     """Sends messages and collects those that arrive. Both ends run our own code on one machine.
 
-    A reader thread takes frames in as they come, so neither side ever waits for the other to read.
+    A reader thread takes messages in as they come, so neither side ever waits for the other to read.
     """
 
     def __init__(self, connection: Connection, *, on_close: Callable[[], None] = lambda: None) -> None:
         self._connection = connection
-        self._inbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """None = the other end is gone."""
         self._send_lock = threading.Lock()
         self._on_close = on_close
         self.closed = False
-        """The other end is gone."""
+        """The other end is gone, and all that it has sent has arrived."""
         self._reader = threading.Thread(target=self._read, daemon=True, name="link-reader")
         self._reader.start()
 
-    def send(self, message: Any, to: str = PARENT) -> bool:
+    def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
-        return self.send_frame(to, pickled(message))
+        return self.send_bytes(pickled(message))
 
-    def send_frame(self, address: str, body: bytes) -> bool:
+    def send_bytes(self, body: bytes) -> bool:
+        """Send a message that is pickled already."""
         try:
             with self._send_lock:
-                self._connection.send_bytes(frame(address, body))
+                self._connection.send_bytes(body)
         except (BrokenPipeError, ConnectionResetError, OSError):
-            self.closed = True
+            return False
         return not self.closed
 
     def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
         """The next message; None when there is none within the time (0 = do not wait) or the other end is gone."""
         try:
-            found = self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
+            return self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
         except queue.Empty:
             return None
-        return None if found is None else found[1]
 
     def drain(self) -> list[Any]:
         """All messages that have arrived."""
-        return [message for _, message in self.drain_addressed()]
-
-    def drain_addressed(self) -> list[tuple[str, Any]]:
-        """All messages that have arrived, each with the address on its frame: on the trainer's link that of the sender."""
         found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         return [message for message in found if message is not None]
 
     def close(self) -> None:
         """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
         it here would neither wake the reader nor tell the other end."""
-        self.closed = True
         hang_up(self._connection)
 
     def _read(self) -> None:
         while True:
             try:
-                address, body = split_frame(self._connection.recv_bytes())
+                body = self._connection.recv_bytes()
             except (
                 EOFError,
                 ConnectionResetError,
@@ -254,47 +156,52 @@ class Link:
                 self._inbox.put(None)  # wakes a receiver that waits
                 self._on_close()
                 return
-            self._take(address, body)
+            self._take(body)
 
-    def _take(self, address: str, body: bytes) -> None:
+    def _take(self, body: bytes) -> None:
         try:
             message = pickle.loads(body)
         except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
             message = Failed(error=f"a message that cannot be read ({name_in(body)}): {error!r:.500}")
-        self._inbox.put((address, message))
+        self._arrived(message)
+
+    def _arrived(self, message: Any) -> None:
+        self._inbox.put(message)
 
 
-def hang_up(connection: Connection) -> None:
-    """Have both ends see that it is over, also one that is being read in another thread; closing does not tell that one."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
+class SearcherLink(Link):
+    """The trainer's end of a searcher's link. Sending never waits: one searcher that is suspended holds up nobody."""
 
-
-class RelayedLink(Link):
-    """A link of the supervisor's: frames that arrive go unread to one place for all links, and sending never waits, or one
-    process that is suspended would hold up the whole run."""
-
-    def __init__(self, connection: Connection, *, deliver: Callable[[RelayedLink, str, bytes | None], None]) -> None:
-        """`deliver` is called with every frame, in a thread of its own, and at the end with None for the body."""
-        self._deliver = deliver
-        self._outbox: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
-        super().__init__(connection, on_close=lambda: deliver(self, PARENT, None))
+    def __init__(self, connection: Connection) -> None:
+        self.failure: Failed | None = None
+        """The searcher's last words, which do not wait for the trainer to look for messages."""
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        super().__init__(connection)
         threading.Thread(target=self._write, daemon=True, name="link-writer").start()
 
-    def send_frame(self, address: str, body: bytes) -> bool:
-        self._outbox.put((address, body))
+    def send_bytes(self, body: bytes) -> bool:
+        self._outbox.put(body)
         return not self.closed
 
     def close(self) -> None:
         self._outbox.put(None)
         super().close()
 
-    def _take(self, address: str, body: bytes) -> None:
-        self._deliver(self, address, body)
+    def _arrived(self, message: Any) -> None:
+        if isinstance(message, Failed):
+            self.failure = self.failure or message
+        else:
+            super()._arrived(message)
 
     def _write(self) -> None:
-        while (sent := self._outbox.get()) is not None and super().send_frame(*sent):
+        while (body := self._outbox.get()) is not None and super().send_bytes(body):
             pass
+
+
+def hang_up(connection: Connection) -> None:
+    """Have both ends see that it is over, also one that is being read in another thread; closing does not tell that one."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def pickled(message: Any) -> bytes:
@@ -304,17 +211,6 @@ def pickled(message: Any) -> bytes:
         raise TypeError(
             f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
         ) from error
-
-
-def frame(address: str, body: bytes) -> bytes:
-    """One byte with the length of the address, the address, the message."""
-    encoded = address.encode()
-    return bytes([len(encoded)]) + encoded + body
-
-
-def split_frame(data: bytes) -> tuple[str, bytes]:
-    end = 1 + data[0]
-    return data[1:end].decode(), data[end:]
 
 
 def name_in(payload: bytes) -> str:

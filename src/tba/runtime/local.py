@@ -1,54 +1,49 @@
-"""The local runtime: what the trainer has of a run. Searchers are processes under the
-supervisor, and everything that is said to them or by them goes through it.
+"""What the trainer has of a run: it receives groups of its searchers, hands out visits, publishes weights and asks for
+evaluations. Each searcher has a link to the trainer's process; those on other machines are the business of cluster/roles.py.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
 
 from tba.config import RuntimeConfig
-from tba.observe.display import RoleStatus
-from tba.runtime.board import Row
+from tba.runtime.board import Board, Row
 from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.leases import VisitLedger
-from tba.runtime.links import (
-    PARENT,
-    REPLICA,
-    Acknowledge,
-    AskVisits,
-    EndSearchers,
-    EndsHandle,
-    Evaluate,
-    Evaluated,
-    Failed,
-    LeaseVisits,
-    ReplaceSearcher,
-    SearcherEnded,
-    SearchersEnded,
-    SearchersFailed,
-    SearcherStarted,
-    StartSearchers,
-    pickled,
-)
-from tba.runtime.processes import STOP_SECONDS, RoleDied, may_fork
-from tba.runtime.supervisor import Host
+from tba.runtime.links import Acknowledge, AskVisits, EndsHandle, Evaluate, Evaluated, LeaseVisits
+from tba.runtime.processes import RoleDied
+from tba.runtime.searchers import Incarnation, Recipe, SearcherPool, StartSearcher
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
-logger = logging.getLogger("tba")
+COPIES_AT_ONCE = 1000
+"""Groups of a second copy that are taken in at a time."""
 
-ALL_STOPPED_SECONDS = 30.0
-"""Time beyond STOP_SECONDS for the supervisor to say that all searchers have ended."""
+
+class GroupCopies(Protocol):
+    """A second copy of groups on another node (cluster/copies.py)."""
+
+    def add(self, group: TrajectoryGroup) -> None: ...
+
+    def stored(self) -> set[str]:
+        """Ids of those that are stored since the last call."""
+        ...
+
+    def groups(self, *, after: Mapping[str, int]) -> Iterator[TrajectoryGroup]:
+        """Those with a higher number than their source has in `after`."""
+        ...
+
+    def return_to(self, marks: Mapping[str, int]) -> None:
+        """Forget those after the highest number of each source."""
+        ...
 
 
 class LocalRuntime:
@@ -57,7 +52,8 @@ class LocalRuntime:
     def __init__(
         self,
         config: RuntimeConfig,
-        host: Host,
+        board: Board,
+        start: StartSearcher,
         *,
         num_searchers: int,
         tensors: Mapping[str, Tensor],
@@ -66,13 +62,16 @@ class LocalRuntime:
         ledger: VisitLedger,
         reference_resets: bool = False,
         slots_in_host_memory: bool = False,
+        may_start: Callable[[], bool] = lambda: True,
+        copies: GroupCopies | None = None,
     ) -> None:
-        """`slots_in_host_memory`: weight slots lie in host memory, not on the trainer's device."""
+        """`slots_in_host_memory`: weight slots lie in host memory, not on the trainer's device. `may_start` is False when
+        searchers that end are not replaced any more. `copies` gets every group before it is acknowledged."""
         self.config = config
         self.ledger = ledger
-        self.board = host.board
-        self.row: Row = host.board.trainer
-        self._link = host.link
+        self.board = board
+        self.row: Row = board.trainer
+        self.pool = SearcherPool(config, board, start, may_start=may_start)
         self._num_searchers = num_searchers
         device = next(iter(tensors.values())).device
         if slots_in_host_memory or config.kind == "ray":  # from where they are passed on to other nodes
@@ -81,14 +80,19 @@ class LocalRuntime:
         self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
         self._canary = canary
-        self._searchers: list[str] = []
-        """Addresses of the searchers there are."""
-        self._senders: dict[str, str] = {}
+        self._copies = copies
+        self._not_copied: set[str] = set()
+        """Groups whose copy is not stored yet."""
+        self._copied: Iterator[TrajectoryGroup] = iter(())
+        """Groups of the second copy that the trainer does not have."""
+        self._senders: dict[str, Incarnation] = {}
         """By group: who has sent it and waits for its acknowledgement."""
+        self._stored: list[str] = []
+        """Groups that the trainer has stored and that are not acknowledged yet."""
         self._evaluations: list[Evaluated] = []
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
-        self._evaluator: str | None = None
+        self._evaluator: Incarnation | None = None
         """Who was asked for them."""
         self._failure: str | None = None
         """Why there are no searchers any more."""
@@ -105,30 +109,21 @@ class LocalRuntime:
             weights=self._slots.handle(),
             references=None if self._references is None else self._references.handle(),
         )
-        self._link.send(
-            StartSearchers(
-                recipe=cloudpickle.dumps((target, dict(arguments))),
-                ends=pickled(ends),
-                stored=stored or {},
-                count=self._num_searchers,
-                forked=may_fork(),
-            )
-        )
+        if self._copies is not None:
+            self._copied = self._copies.groups(after=stored or {})
+        self.pool.begin(Recipe(target=target, arguments=arguments, ends=ends), self._num_searchers)
 
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
-        """Go on with new searchers: what the present ones have sent is dropped. `go_on_from`: see links.EndSearchers."""
-        self._end_searchers(EndSearchers(go_on_from=go_on_from))
-        for holder in list(self._searchers):
-            self._forget(holder)
-        self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
-
-    def _end_searchers(self, message: EndSearchers) -> None:
-        """Returns when they have ended; all that the supervisor passes on before its answer is dropped."""
-        self._link.send(message)
-        deadline = time.monotonic() + STOP_SECONDS + ALL_STOPPED_SECONDS
-        while not self._link.closed and time.monotonic() < deadline:
-            if isinstance(self._link.receive(timeout_seconds=0.1), SearchersEnded):
-                break
+        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
+        is the highest number of each source whose groups it still has."""
+        for incarnation in self.pool.incarnations():
+            self.ledger.hand_back(incarnation.holder)
+        self.pool.stop(timeout_seconds=0.0)
+        if self._copies is not None:
+            self._copies.return_to(go_on_from)
+        self._senders, self._stored, self._not_copied, self._copied = {}, [], set(), iter(())
+        self._evaluations, self._wanted_evaluations, self._evaluator = [], [], None
+        self.pool.begin_anew()
 
     def _beat(self) -> None:
         self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began
@@ -137,86 +132,73 @@ class LocalRuntime:
         """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
         self._beat()
         self.row["lost"] = self.ledger.num_lost
-        if self._failure is not None:  # not before the groups that came with it were stored
+        if self._failure is not None:
             raise RoleDied(self._failure)
-        groups = []
-        for sender, message in self._link.drain_addressed():
-            if sender == PARENT:
-                self._heed(message)
-            elif sender == REPLICA:
-                groups.append(self._from_replica(message))
-            elif sender in self._searchers and (group := self._message(sender, message)) is not None:
-                groups.append(group)
-        if self._link.closed and not self._stopped:
-            raise RoleDied("the supervisor of this run is gone.")
+        failure, groups = self.pool.failure, [self._completed(group) for group in islice(self._copied, COPIES_AT_ONCE)]
+        for incarnation in self.pool.incarnations():
+            gone = incarnation.gone  # looked at before its messages: none comes after them
+            for message in incarnation.process.link.drain():
+                if isinstance(message, TrajectoryGroup):
+                    groups.append(self._completed(message))
+                    self._senders[message.id] = incarnation
+                    if self._copies is not None:
+                        self._not_copied.add(message.id)
+                        self._copies.add(message)
+                elif isinstance(message, AskVisits):
+                    self._lease(incarnation, message.count)
+                elif isinstance(message, Evaluated):
+                    self._evaluator = None
+                    self._evaluations.append(message)
+                    self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+            if gone:
+                self._forget(incarnation)
+        self._ask_for_evaluation()
+        self._failure = failure  # raised at the next call: first the groups that came before it are stored
         return groups
 
-    def _heed(self, message: Any) -> None:
-        """A word of the supervisor's."""
-        if isinstance(message, SearcherStarted):
-            self._searchers.append(message.holder)
-            self._searchers.sort()
-            self._ask_for_evaluation()
-        if isinstance(message, SearcherEnded) and message.holder in self._searchers:
-            self._forget(message.holder)
-            if not message.replaced:
-                self._hand_to_others()
-            self._ask_for_evaluation()
-        if isinstance(message, SearchersFailed):
-            self._failure = message.error
+    def _completed(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """A group has arrived. The ledger hears of it at once: if its searcher is lost in the same moment, only its other
+        visits are handed out again."""
+        self.ledger.complete(group.visit, is_lost=not group.trajectories)
+        return group
 
-    def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
-        """Deal with a searcher's message; returns it if it is a group."""
-        if isinstance(message, TrajectoryGroup):
-            self._senders[message.id] = sender
-            # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
-            self.ledger.complete(message.visit, is_lost=not message.trajectories)
-            return message
-        if isinstance(message, Failed):
-            self._link.send(ReplaceSearcher(holder=sender, why=message.error))
-        elif isinstance(message, AskVisits):
-            self._lease(sender, message.count)
-        elif isinstance(message, Evaluated):
-            self._evaluator = None
-            self._evaluations.append(message)
-            self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
-            self._ask_for_evaluation()
-        return None
+    def _lease(self, incarnation: Incarnation, count: int) -> None:
+        visits = tuple(self.ledger.lease(incarnation.holder, count))
+        incarnation.process.link.send(LeaseVisits(visits=visits))
 
-    def _from_replica(self, message: Any) -> TrajectoryGroup:
-        """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
-        if not isinstance(message, TrajectoryGroup):
-            raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
-        self.ledger.complete(message.visit, is_lost=not message.trajectories)
-        return message
-
-    def _lease(self, holder: str, count: int) -> None:
-        self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
-
-    def _forget(self, holder: str) -> None:
+    def _forget(self, incarnation: Incarnation) -> None:
         """A searcher is gone: others take its visits."""
-        self._searchers.remove(holder)
-        self.ledger.hand_back(holder)
+        self.pool.forget(incarnation)
+        self.ledger.hand_back(incarnation.holder)
+        if not incarnation.replaced:
+            self._hand_to_others()
 
     def _hand_to_others(self) -> None:
         """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
         wait for steps that need just these."""
-        count, others = self.ledger.num_handed_back, self._searchers
+        count, others = self.ledger.num_handed_back, self._running()
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share:
                 self._lease(other, share)
 
+    def _running(self) -> list[Incarnation]:
+        return [incarnation for incarnation in self.pool.incarnations() if not incarnation.gone]
+
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        by_sender: dict[str, list[str]] = defaultdict(list)
-        for group_id in group_ids:
-            sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice
-            if sender is not None:
-                by_sender[sender].append(group_id)
-        for sender, ids in by_sender.items():
-            self._link.send(
-                Acknowledge(group_ids=tuple(ids)), to=sender
-            )  # lost with one that is gone, which does no harm
+        """The trainer has stored these groups. Their searchers hear of it when a second copy, if there is one, is stored
+        too."""
+        self._stored += group_ids
+        if self._copies is not None:
+            self._not_copied -= self._copies.stored()
+        told: dict[Incarnation, list[str]] = {}
+        for group_id in self._stored:
+            sender = None if group_id in self._not_copied else self._senders.pop(group_id, None)
+            if sender is not None:  # imports and what came twice have none
+                told.setdefault(sender, []).append(group_id)
+        self._stored = [group_id for group_id in self._stored if group_id in self._not_copied]
+        for incarnation, ids in told.items():
+            incarnation.process.link.send(Acknowledge(group_ids=tuple(ids)))  # lost with one that is gone: no harm
 
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
@@ -239,39 +221,26 @@ class LocalRuntime:
         self._ask_for_evaluation()
 
     def _ask_for_evaluation(self) -> None:
-        if self._wanted_evaluations and self._evaluator not in self._searchers and self._searchers:
-            self._evaluator = self._searchers[0]
-            self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
+        running = self._running() if self._wanted_evaluations else []
+        if running and self._evaluator not in running:
+            self._evaluator = running[0]
+            self._evaluator.process.link.send(Evaluate(version=self._wanted_evaluations[-1]))
 
     def take_evaluations(self) -> list[Evaluated]:
         """Evaluations that have come since the last call."""
         taken, self._evaluations = self._evaluations, []
         return taken
 
-    def progress(self) -> float:
-        """A number that changes while any searcher works."""
-        return self.board.searchers_progress()
-
-    def heartbeats(self) -> dict[str, float]:
-        """For each searcher a number that changes while it lives."""
-        return self.board.heartbeats()
-
     def published(self, version: int) -> Weights | None:
         """What searchers see of a version; None = it was overwritten, or never published."""
         return self._slots.stored(version)
-
-    def statuses(self) -> list[RoleStatus]:
-        return self.board.statuses()
-
-    def metrics(self) -> dict[str, float]:
-        return self.board.metrics()
 
     def stop(self) -> None:
         """End all searchers; returns when they have ended."""
         if self._stopped:
             return
+        self.pool.stop()
         self._stopped = True
-        self._end_searchers(EndSearchers())
         self._slots.memory.close()
         if self._references is not None:
             self._references.memory.close()

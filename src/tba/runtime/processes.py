@@ -112,16 +112,17 @@ class RoleProcess(Generic[L]):
         threads: int = 1,
         forked: bool = False,
         starts_roles: bool = False,
+        without: Sequence[str] = (),
         make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
         are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
-        `starts_roles` saves theirs too."""
+        `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
-        environment = role_environment(threads)
+        environment = {name: value for name, value in role_environment(threads).items() if name not in without}
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked and sys.platform == "linux":
             prepare_roles()

@@ -1,9 +1,8 @@
-"""The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor, which every
-group passes. With replay.durability=node a searcher is told that a group is stored only when it is here too, and a trainer
-whose disk is gone gets the groups from here.
+"""The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
+replay.durability=node a searcher is told that a group is stored only when it is here too, and a trainer whose disk is gone
+gets the groups from here.
 
-The supervisor does not read what passes it, so a row is a group as its searcher sent it: pickled, in a file that only its
-owner can open; another one is refused. Nothing here imports torch.
+A row is a pickled group, in a file that only its owner can open; another one is refused. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ReplicaFailed(RuntimeError):
 class Replica:
     """Keeps groups by their ids, each once, in the order in which they were added. Used by one thread.
 
-    replica.add("searcher-0.5f3a91c2/41", 8, body); replica.commit()
+    replica.add("searcher-0.5f3a91c2/41", 8, body)
     """
 
     def __init__(self, path: Path, *, capacity: int) -> None:
@@ -46,7 +45,6 @@ class Replica:
         those of the durable replay do."""
         self.path = path
         self._capacity = capacity
-        self._pending: list[tuple[str, int, int, bytes]] = []
         try:
             self._refuse_others()
             os.close(
@@ -63,29 +61,20 @@ class Replica:
         self._num_responses: int = found or 0
 
     def add(self, group_id: str, responses: int, body: bytes) -> None:
-        """Have a group stored with the next commit, unless it is there already."""
+        """Store a group, unless it is there already. Until this has returned no searcher may be told that it is stored."""
         source, _, number = group_id.rpartition("/")
-        self._pending.append((source, int(number), responses, body))
-
-    def commit(self) -> None:
-        """Store what was added. Until this has returned no searcher may be told that such a group is stored."""
-        if not self._pending:
-            return
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            for row in self._pending:
-                if self._database.execute(INSERT, row).rowcount:
-                    self._num_responses += row[2]
+            if self._database.execute(INSERT, (source, int(number), responses, body)).rowcount:
+                self._num_responses += responses
             self._remove_oldest()
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._failure("written", error) from None
-        self._pending = []
 
     def rows(self, *, after: Mapping[str, int] | None = None) -> Iterator[bytes]:
         """The groups, in the order of their arrival; of each source in `after` only those with a higher number."""
         marks = after or {}
-        self.commit()
         arrival = self._first_after(marks)
         while True:  # no cursor stays open, or rows could not leave meanwhile
             query = "SELECT arrival, source, number, body FROM groups WHERE arrival >= ? ORDER BY arrival LIMIT 1"
@@ -109,13 +98,11 @@ class Replica:
 
     def ids(self) -> list[str]:
         """Ids of the groups, in the order of their arrival."""
-        self.commit()
         found = self._database.execute("SELECT source, number FROM groups ORDER BY arrival").fetchall()
         return [f"{source}/{number}" for source, number in found]
 
     def return_to(self, marks: Mapping[str, int]) -> None:
         """Forget the groups after the highest number of each source: the trainer has gone back to where it had these."""
-        self.commit()
         try:
             self._database.execute("BEGIN IMMEDIATE")
             for (source,) in self._database.execute("SELECT DISTINCT source FROM groups").fetchall():
@@ -129,8 +116,7 @@ class Replica:
 
     def close(self) -> None:
         with suppress(ReplicaFailed):  # what is left was not acknowledged
-            self.commit()
-        self._database.close()
+            self._database.close()
 
     def _refuse_others(self) -> None:
         """Refuse rows that another user may have written: a trainer unpickles them, which runs what they name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
 from tba.runtime.channels import Stopped
 from tba.runtime.ends import SearcherEnds
-from tba.runtime.links import Link, RunCannotGoOn
+from tba.runtime.links import EndsHandle, Link, RunCannotGoOn
 from tba.runtime.placement import must_hide, see_only
 from tba.runtime.threads import threads_of
 from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState, TooManyRewardFailures
@@ -156,11 +155,11 @@ FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)
 returns something else."""
 
 
-def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: bytes) -> None:
-    """The target of a searcher's process; `ends` is a pickled EndsHandle."""
+def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: EndsHandle) -> None:
+    """The target of a searcher's process."""
     local = SearcherEnds(
         link,
-        pickle.loads(ends),
+        ends,
         config.runtime,
         index=index,
         stock=STEPS_AT_HAND * prompts_per_searcher(config),

@@ -20,14 +20,16 @@ NAMESPACE = "tba"
 
 
 @contextmanager
-def cluster(config: RuntimeConfig) -> Iterator[None]:
-    """Be part of the Ray cluster that a config names, while the context lasts."""
-    _check_token(config.address)
+def cluster(config: RuntimeConfig, *, address: str | None = None) -> Iterator[str]:
+    """Be part of the Ray cluster that a config names, or that this process was placed on, while the context lasts; yields
+    its address."""
+    address = address or config.address
+    _check_token(address)
     # Before Ray is imported, which reads them then.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it would leave out lines of what the trainer writes
     os.environ.setdefault("RAY_worker_niceness", "0")  # roles are not what should give way to others
-    if config.address is None:
+    if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Ray's name for: the one node is 127.0.0.1, so that nothing listens on any other address, on Linux too.
@@ -39,15 +41,15 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
             "runtime.kind=ray needs the package `ray`: pip install 'tba-rl[ray]', or choose runtime.kind=local."
         ) from None
     try:
-        if config.address is None:
+        if address is None:
             # `local`, or Ray would join one that it finds on this machine.
             ray.init("local", include_dashboard=False, namespace=NAMESPACE, logging_level=logging.WARNING)
         else:
-            ray.init(address=config.address, namespace=NAMESPACE, logging_level=logging.WARNING)
+            ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"runtime.address={config.address}: the Ray cluster cannot be joined: {error}") from None
+        raise ConfigError(f"runtime.address={address}: the Ray cluster cannot be joined: {error}") from None
     try:
-        yield
+        yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
 

@@ -1,7 +1,11 @@
-"""Copies of a run folder between nodes, for replay.durability=node: checkpoints and what belongs to them are fetched from
-the trainer's node as they appear, and given to the node of a trainer that is started where the run folder is not.
+"""What replay.durability=node keeps on the supervisor's node: a copy of the run folder, and of every group.
+
+Checkpoints and what belongs to them are fetched from the trainer's node as they appear, and given to the node of a trainer
+that is started where the run folder is not. The trainer gives groups to the replica as they come (runtime/replica.py), which
+is an actor on the supervisor's node.
 
     trainer's node -> what_is_there, read_block -> RunCopy: runs/NAME.replica -> write_block -> the next trainer's node
+    trainer -> RemoteReplica -> runs/NAME.replica/groups.sqlite -> the next trainer
 
 A checkpoint is in the copy whole or not at all, and what its manifest says of its files is compared. Nothing here imports
 torch.
@@ -13,17 +17,26 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tba.config import Config
 from tba.observe.run_folder import MANIFEST, Claim, Holder, RunFolder, holder_of
+from tba.runtime.cluster.connect import NAMESPACE
+from tba.runtime.links import pickled
+from tba.runtime.replica import GROUPS, Replica
+
+if TYPE_CHECKING:
+    from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
@@ -216,3 +229,59 @@ class RunCopy:
 
 def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+# The replica
+
+
+def replica_actor(config: Config, folder: RunFolder, owner: Holder) -> Any:
+    """The replica of a run, in an actor on this node, which lives as long as this process."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    make: Any = ray.remote(num_cpus=0)(Replica)
+    actor = make.options(name=_replica_name(owner), scheduling_strategy=here).remote(
+        (folder.path / GROUPS).absolute(), capacity=config.replay.capacity
+    )
+    ray.get(actor.ids.remote())  # it is there before a trainer looks for it
+    return actor
+
+
+class RemoteReplica:
+    """The replica of a run, as its trainer sees it."""
+
+    def __init__(self, owner: Holder) -> None:
+        self._actor = ray.get_actor(_replica_name(owner), namespace=NAMESPACE)
+        self._storing: dict[Any, str] = {}
+        """Groups whose copy is on its way, by what tells that it is stored."""
+
+    def add(self, group: TrajectoryGroup) -> None:
+        stored = self._actor.add.remote(group.id, len(group.trajectories), pickled(group))
+        self._storing[stored] = group.id
+
+    def stored(self) -> set[str]:
+        """Ids of the groups that are stored since the last call."""
+        calls = list(self._storing)
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=0.0) if calls else ([], [])
+        _results(done)
+        return {self._storing.pop(call) for call in done}
+
+    def groups(self, *, after: Mapping[str, int]) -> Iterator[TrajectoryGroup]:
+        """The groups with a higher number than their source has in `after`, in the order of their arrival."""
+        for body in self._actor.rows.options(num_returns="streaming").remote(after=dict(after)):
+            yield pickle.loads(_results(body))
+
+    def return_to(self, marks: Mapping[str, int]) -> None:
+        _results(self._actor.return_to.remote(dict(marks)))
+        self._storing = {}
+
+
+def _replica_name(owner: Holder) -> str:
+    """The process that owns the run is its only one."""
+    return f"replica of {owner.pid} on {owner.host} at {owner.time}"
+
+
+def _results(calls: Any) -> Any:
+    """What calls of the replica have returned; its own errors as they were raised there."""
+    try:
+        return ray.get(calls)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None

@@ -1,6 +1,6 @@
 """The Ray actor that a role runs under: it holds the role's resources on a node, starts the role as a process there, and
-stands for the rest of the run towards it. The process finds a board, slots and a link as on one machine and does not know
-of Ray; it ends with the actor, and the actor's end, however it came, is seen by the supervisor.
+stands for the rest of the run towards it. The process finds a board, slots and a link as on one machine; it ends with the
+actor, and the actor's end, however it came, is seen by whoever started it.
 
 Nothing here imports torch: an actor is there in a moment.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ import ray
 from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
-from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
-from tba.runtime.links import RelayedLink, frame, pickled, split_frame
+from tba.runtime.cluster.weights import Offer, WeightMirror
+from tba.runtime.links import EndsHandle, Link
 from tba.runtime.processes import RoleProcess
-from tba.runtime.supervisor import HostHandle
 
 logger = logging.getLogger("tba")
 
@@ -55,6 +55,17 @@ class Exchanged:
     """What the run folder holds (copies.what_is_there); None = it was not looked at."""
 
 
+class UnreadLink(Link):
+    """The host's end of a role's link: what the role sends goes on as it came, and None at its end."""
+
+    def __init__(self, connection: Connection, deliver: Callable[[bytes | None], None]) -> None:
+        self._deliver = deliver
+        super().__init__(connection, on_close=partial(deliver, None))
+
+    def _take(self, body: bytes) -> None:
+        self._deliver(body)
+
+
 class RoleHost:
     """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer. `copied` is
     the run folder of a trainer whose run is copied to another node."""
@@ -67,11 +78,10 @@ class RoleHost:
         self._searcher = searcher
         self._board = Board.create()
         self._own = self._board.own_part(searcher)
-        self._role: RoleProcess[RelayedLink] | None = None
+        self._role: RoleProcess[UnreadLink] | None = None
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """What the role has sent; None at its end."""
         self._hung_up = False
-        self._relay: WeightRelay | None = None
         self._mirror: WeightMirror | None = None
         self._has_mirror = threading.Event()
         self._arguments: dict[str, Any] = {}
@@ -89,22 +99,24 @@ class RoleHost:
         target: str | bytes,
         arguments: Mapping[str, Any],
         *,
+        ends: EndsHandle | None,
         log: str | None,
         threads: int,
     ) -> None:
-        """Start the role. A searcher, which is given `ends`, starts when the first weights of its trainer are there."""
+        """Start the role. A searcher, which is given `ends`, starts when the first weights of its trainer are there; a
+        trainer finds its host in `arguments`."""
         log_path = None if log is None else Path(log)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._begin = partial(self._start_process, target, log=log_path, threads=threads)
         with self._lock:
-            if self._searcher is None:
-                handle = HostHandle(board=self._board.memory.handle(), owner=arguments["host"].owner)
-                self._begin({**arguments, "host": handle})
+            if ends is None:
+                host = replace(arguments["host"], board=self._board.memory.handle())
+                self._begin({**arguments, "host": host})
             else:
-                ends = replace(unpickled_ends(arguments["ends"]), board=self._board.memory.handle())
-                self._mirror = WeightMirror(ends)
-                self._arguments = {**arguments, "ends": pickled(self._mirror.ends(ends))}
+                own = replace(ends, board=self._board.memory.handle())
+                self._mirror = WeightMirror(own)
+                self._arguments = {**arguments, "ends": self._mirror.ends(own)}
                 self._has_mirror.set()
 
     @ray.method(concurrency_group="weights")
@@ -127,13 +139,10 @@ class RoleHost:
             arguments,
             log=log,
             threads=threads,
-            make_link=lambda connection: RelayedLink(connection, deliver=self._take_frame),
+            make_link=partial(UnreadLink, deliver=self._frames.put),
         )
         for each in self._early_frames:
-            self._role.link.send_frame(*split_frame(each))
-
-    def _take_frame(self, link: RelayedLink, address: str, body: bytes | None) -> None:
-        self._frames.put(None if body is None else frame(address, body))
+            self._role.link.send_bytes(each)
 
     @ray.method(concurrency_group="exchange")
     def exchange(self, board: bytes, timeout_seconds: float) -> Exchanged:
@@ -157,7 +166,7 @@ class RoleHost:
             files=self._look_at_files(role),
         )
 
-    def _look_at_files(self, role: RoleProcess[RelayedLink] | None) -> Mapping[str, str] | None:
+    def _look_at_files(self, role: RoleProcess[UnreadLink] | None) -> Mapping[str, str] | None:
         """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
         ended = role is not None and role.status is not None
         if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):
@@ -182,7 +191,7 @@ class RoleHost:
                 self._early_frames += frames
                 return
         for each in frames:
-            self._role.link.send_frame(*split_frame(each))
+            self._role.link.send_bytes(each)
 
     # The run folder on this node, for a copy on another one
 
@@ -202,15 +211,6 @@ class RoleHost:
     def read_block(self, name: str, offset: int) -> bytes | None:
         assert self._copied is not None
         return copies.read_block(self._copied, name, offset)
-
-    def serve_weights(self, ends: bytes) -> None:
-        """The trainer on this node publishes from now on."""
-        self._relay = WeightRelay(unpickled_ends(ends))
-
-    def set_receivers(self, hosts: Mapping[str, Any]) -> None:
-        """Actors of the searchers there are, by their names."""
-        if self._relay is not None:
-            self._relay.set_receivers({name: host.take_weights.remote for name, host in hosts.items()})
 
     def signal(self, number: int) -> None:
         if self._role is not None and self._role.alive:

@@ -1,8 +1,11 @@
-"""Roles on a Ray cluster, as their supervisor sees them: each is an actor (host.py) with stated resources, and its link is
-carried by calls of the actor. The supervisor cannot tell them from processes of its own machine.
+"""Roles on a Ray cluster, as whoever starts them sees them: each is an actor (host.py) with stated resources, and its link
+is carried by calls of the actor. Neither supervisor nor trainer can tell them from processes of their own machine.
 
-One call at a time takes the board to a role's node and brings back the role's frames and its row of the board; another one
-takes frames to it. Signs of life are numbers that rise, never times: clocks of two nodes are not compared.
+The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
+actors when that process is gone.
+
+One call at a time takes the board to a role's node and brings back what the role has sent and its part of the board; another
+one takes messages to it. Signs of life are numbers that rise, never times: clocks of two nodes are not compared.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import cloudpickle
 import numpy as np
 import ray
 import ray.exceptions
 
+from tba.config import Config
+from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
-from tba.runtime.cluster.copies import RunCopy
+from tba.runtime.cluster.copies import RunCopy, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
-from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
-from tba.runtime.links import RelayedLink, StartSearchers, hang_up
-from tba.runtime.supervisor import MakeLink, Seat
-from tba.runtime.threads import RoleThreads
+from tba.runtime.cluster.weights import WeightRelay
+from tba.runtime.links import Link, SearcherLink, hang_up
+from tba.runtime.searchers import Recipe
+from tba.runtime.threads import threads_of
 
 logger = logging.getLogger("tba")
 
@@ -38,12 +45,15 @@ EXCHANGE_SECONDS = 0.1
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
 DELIVER_BYTES = 32 * 2**20
-"""Bytes from which on no more frames are gathered for one call: a replica may hold many of them."""
+"""Bytes from which on no more messages are gathered for one call."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
 
-class ClusterRole:
+L = TypeVar("L", bound=Link)
+
+
+class ClusterRole(Generic[L]):
     """A role in an actor, with the methods of a RoleProcess."""
 
     def __init__(
@@ -54,7 +64,7 @@ class ClusterRole:
         *,
         searcher: int | None,
         log: Path | None,
-        make_link: MakeLink,
+        make_link: Callable[[Connection], L],
         started: Any = None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
@@ -75,7 +85,7 @@ class ClusterRole:
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         ours, self._far_end = Pipe()
-        self.link: RelayedLink = make_link(ours)
+        self.link = make_link(ours)
         for work in (self._exchange, self._deliver):
             threading.Thread(target=work, daemon=True, name=f"{name}-{work.__name__.strip('_')}").start()
 
@@ -125,7 +135,7 @@ class ClusterRole:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
             self._end(KILLED)
-        except OSError:  # the supervisor has hung up: the role is being replaced
+        except OSError:  # the other end has hung up: the role is being replaced
             self._end(KILLED)
 
     def _see_calls(self) -> None:
@@ -145,7 +155,7 @@ class ClusterRole:
                 ray.get(self._actor.deliver.remote(frames))
 
     def _end(self, status: int) -> None:
-        """The role is gone, and its actor with it; the supervisor sees the end of its link."""
+        """The role is gone, and its actor with it; whoever started it sees the end of its link."""
         with self._end_lock:
             if self._ended.is_set():
                 return
@@ -164,81 +174,68 @@ def share_of_gpus(available: float, num_roles: int) -> float:
     return min(1.0, 1 / math.ceil(num_roles / int(available)))
 
 
-class ClusterRoles:
-    """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
+def gpus_each(config: Config) -> float:
+    """GPUs of a searcher, and of each rank of the trainer."""
+    available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
+    return share_of_gpus(available, config.train.ranks + config.search.count)
 
-    def __init__(
-        self,
-        board: Board,
-        *,
-        logs: Path,
-        threads: RoleThreads,
-        gpus_each: float,
-        ranks: int = 1,
-        copy: RunCopy | None = None,
-    ) -> None:
-        """`gpus_each` is what a searcher and each of the trainer's `ranks` take up. `copy` is the run's on this node, with
-        replay.durability=node."""
-        self._ranks = ranks
-        self._threads = threads
-        self._gpus_each = gpus_each
+
+def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: float, copied: Path | None = None) -> Any:
+    """The actor of a role, which waits for a node with room for it: a CPU for each thread, and the role's GPUs."""
+    make: Any = ray.remote  # its types do not know of concurrency groups
+    resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
+        name=name, searcher=searcher, search_path=sys.path, copied=copied
+    )
+
+
+class ClusterTrainers:
+    """Places the trainer of a run on a node."""
+
+    def __init__(self, config: Config, board: Board, replica: RunFolder | None, owner: Holder) -> None:
+        """`replica` is the folder on this node to which the run is copied; None = it is not."""
+        self._config = config
         self._board = board
-        self._logs = logs
-        self._copy = copy
-        self._role: ClusterRole | None = None
-        """The trainer that was started last."""
-        self._trainer: Any = None
-        """The trainer's actor; None = the trainer is in this process."""
-        self._orders: StartSearchers | None = None
-        """How the trainer has searchers started; None = it has not asked for any yet."""
-        self._relay: WeightRelay | None = None
-        """Where the trainer is in this process."""
-        self._searchers: dict[str, Any] = {}
-        """Actors of the searchers there are, by their holders."""
-        self._lock = threading.Lock()
+        self._copy = None if replica is None else RunCopy(replica)
+        self._replica = None if replica is None else replica_actor(config, replica, owner)
+        """Held: the actor ends with the last one who knows it."""
 
-    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
-        """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
-        copied = None if self._copy is None else arguments["config"].run_folder
-        actor = self._actor("trainer", None, copied=copied)
-        self._trainer = actor
-        started = None
-        if self._copy is None:
-            started = actor.start.remote(target, dict(arguments), log=None, threads=self._threads.trainer)
-        role = ClusterRole(
-            "trainer",
-            actor,
-            self._board,
-            searcher=None,
-            log=None,
-            make_link=make_link,
-            started=started,
-            copy=self._copy,
-        )
-        self._role = role
-        if self._copy is not None:
+    def start(self, target: str, arguments: Mapping[str, Any]) -> ClusterRole[Link]:
+        """`arguments["host"]` is a Host, of which the role gets its own node's form."""
+        config, copy = self._config, self._copy
+        each, ranks = gpus_each(config), config.train.ranks
+        cpus = ranks * threads_of(config).trainer
+        # Ray knows parts of one GPU only.
+        gpus = each if ranks == 1 else ranks * math.ceil(each)
+        copied = None if copy is None else config.run_folder
+        actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
+        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, make_link=Link, copy=copy)
+        begin = partial(actor.start.remote, target, ends=None, log=None, threads=threads_of(config).trainer)
+        if copy is None:
+            role.watch(begin(arguments=dict(arguments)))
+        else:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
-            threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
+            begin_copied = partial(
+                self._begin_copied, copy, role, actor, begin, dict(arguments), f"{cpus:d} CPUs, {gpus:g} GPUs"
+            )
+            threading.Thread(target=begin_copied, daemon=True, name="trainer-begin").start()
         return role
 
     def _begin_copied(
         self,
         copy: RunCopy,
-        role: ClusterRole,
+        role: ClusterRole[Link],
         actor: Any,
-        target: str,
+        begin: Callable[..., Any],
         arguments: dict[str, Any],
+        room: str,
     ) -> None:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
             call = actor.begun_at.remote(owner, resume)
             if not ray.wait([call], timeout=NODE_SECONDS)[0]:
-                logger.warning(
-                    "the trainer waits for a node with room for it (%d CPUs, %g GPUs): none of the cluster has any.",
-                    *self._resources(None).values(),
-                )
+                logger.warning("the trainer waits for a node with room for it (%s): none of the cluster has any.", room)
             begun = ray.get(call)
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
@@ -249,69 +246,55 @@ class ClusterRoles:
                     "Join the cluster from a node that has no room for the trainer."
                 )
             arguments["resume"] = resume or handed_over or begun is not None
-            ray.get(actor.start.remote(target, arguments, log=None, threads=self._threads.trainer))
+            ray.get(begin(arguments=arguments))
         except ray.exceptions.RayActorError:  # told by the exchange
             role.kill()
         except (ray.exceptions.RayError, OSError) as error:
             logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])
             role.kill()
 
-    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
-        if orders is not self._orders:  # the first searcher of this trainer
-            self._orders = orders
-            if self._role is None:
-                self._relay = WeightRelay(unpickled_ends(orders.ends))
-            else:
-                self._role.watch(self._trainer.serve_weights.remote(orders.ends))
-        actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
+
+class ClusterSearchers:
+    """Starts the searchers of the trainer in this process, and has its weights go to those there are."""
+
+    def __init__(self, config: Config, board: Board, logs: Path) -> None:
+        self._gpus_each = gpus_each(config)
+        self._threads = threads_of(config).searcher
+        self._board = board
+        self._logs = logs
+        self._relay: WeightRelay | None = None
+        """None before the first searcher is started."""
+        self._actors: dict[str, Any] = {}
+        """Actors of the searchers there are, by their incarnations."""
+        self._lock = threading.Lock()
+
+    def start(self, recipe: Recipe, index: int, incarnation: str) -> ClusterRole[SearcherLink]:
+        name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
+        actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
         started = actor.start.remote(
-            orders.recipe,
-            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
+            cloudpickle.dumps((recipe.target, dict(recipe.arguments))),  # the actor need not import what it needs
+            {"index": index, "incarnation": incarnation},
+            ends=recipe.ends,
             log=str(log),
-            threads=self._threads.searcher,
+            threads=self._threads,
         )
-        holder = seat.holder
-        with self._lock:
-            self._searchers[holder] = actor
-        self._tell_receivers()
+        if self._relay is None:
+            self._relay = WeightRelay(recipe.ends)
+        self._set_actor(incarnation, actor)
+        ended = partial(self._set_actor, incarnation, None)
         return ClusterRole(
-            seat.name,
-            actor,
-            self._board,
-            searcher=seat.index,
-            log=log,
-            make_link=make_link,
-            started=started,
-            ended=partial(self._forget, holder),
+            name, actor, self._board, searcher=index, log=log, make_link=SearcherLink, started=started, ended=ended
         )
 
     def close(self) -> None:
         if self._relay is not None:
             self._relay.close()
 
-    def _actor(self, name: str, searcher: int | None, *, copied: Path | None = None) -> Any:
-        make: Any = ray.remote  # its types do not know of concurrency groups
-        return make(concurrency_groups=CONCURRENCY_GROUPS, **self._resources(searcher))(RoleHost).remote(
-            name=name, searcher=searcher, search_path=sys.path, copied=copied
-        )
-
-    def _resources(self, searcher: int | None) -> dict[str, float]:
-        """A CPU for each thread of a role, and its share of the GPUs; the trainer has them for each of its ranks."""
-        if searcher is not None:
-            return {"num_cpus": self._threads.searcher, "num_gpus": self._gpus_each}
-        # Ray knows parts of one GPU only.
-        gpus = self._gpus_each if self._ranks == 1 else self._ranks * math.ceil(self._gpus_each)
-        return {"num_cpus": self._ranks * self._threads.trainer, "num_gpus": gpus}
-
-    def _forget(self, holder: str) -> None:
+    def _set_actor(self, incarnation: str, actor: Any) -> None:
+        """There is a new searcher, or one less: None."""
+        assert self._relay is not None
         with self._lock:
-            del self._searchers[holder]
-        self._tell_receivers()
-
-    def _tell_receivers(self) -> None:
-        with self._lock:
-            searchers = dict(self._searchers)
-        if self._relay is not None:
-            self._relay.set_receivers({name: actor.take_weights.remote for name, actor in searchers.items()})
-        elif self._trainer is not None:
-            self._trainer.set_receivers.remote(searchers)
+            self._actors.pop(incarnation, None)
+            if actor is not None:
+                self._actors[incarnation] = actor
+            self._relay.set_receivers({name: found.take_weights.remote for name, found in self._actors.items()})

@@ -10,7 +10,6 @@ the way needs to be trusted. A version that is overtaken before it was passed on
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -159,9 +158,3 @@ class WeightMirror:
             self._numbers[offer.kind] = offer.number
         if offer.canary is not None and offer.number == self._numbers[offer.kind]:
             slots.add_canary(offer.canary)
-
-
-def unpickled_ends(ends: bytes) -> EndsHandle:
-    found = pickle.loads(ends)
-    assert isinstance(found, EndsHandle)
-    return found

@@ -1,0 +1,287 @@
+"""The searchers of a run, which are children of its trainer: they are started, replaced when they die or hang, and ended
+with it. A thread looks after them, for the trainer may be in the middle of a long step.
+
+A searcher that is gone has lost what the trainer has not stored. Its visits to prompts go to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, RuntimeConfig
+from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
+from tba.runtime.channels import WaitedTooLong
+from tba.runtime.deadlines import Idleness, dump_stacks
+from tba.runtime.fork_server import ServerGone
+from tba.runtime.links import EndsHandle, SearcherLink, Stop
+from tba.runtime.mps import PRIORITY
+from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.threads import threads_of
+
+logger = logging.getLogger("tba")
+
+LOOK_SECONDS = 0.1
+"""Time between two looks at the processes."""
+MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
+"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
+searcher is handed to the next one first, so that it does not last much longer."""
+FIRST_BACK_OFF_SECONDS = 1.0
+"""Before a seat is filled again after the second process that ended early; doubled with each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the process of a searcher does: `target(link, index=..., incarnation=..., ends=..., **arguments)`."""
+
+    target: Callable[..., None]
+    arguments: Mapping[str, Any]
+    ends: EndsHandle
+
+
+@dataclass(kw_only=True, eq=False)
+class Incarnation:
+    """One of the processes that fill a seat, one after the other, from its start until the trainer has its last message."""
+
+    index: int
+    """Number of the seat."""
+    id: str
+    """Group ids and leases carry it."""
+    process: Role[SearcherLink]
+    idleness: Idleness = field(default_factory=Idleness)
+    """How long there has been no sign of life."""
+    gone: bool = False
+    """Whether it has ended: what it sent and has not arrived by now is lost."""
+    replaced: bool = False
+    """Whether another one takes the seat of one that is gone."""
+
+    @property
+    def holder(self) -> str:
+        """Who has its visits: searcher-0.5f3a91c2"""
+        return f"searcher-{self.index}.{self.id}"
+
+
+StartSearcher = Callable[[Recipe, int, str], Role[SearcherLink]]
+"""Starts the process that fills a seat, given its number, as an incarnation."""
+
+
+def local_starter(config: Config, logs: Path) -> StartSearcher:
+    """Starts searchers as processes of this machine (on a cluster: cluster/roles.py)."""
+
+    def start(recipe: Recipe, index: int, incarnation: str) -> Role[SearcherLink]:
+        logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        return RoleProcess(
+            f"searcher-{index}",
+            recipe.target,
+            {**recipe.arguments, "index": index, "incarnation": incarnation, "ends": recipe.ends},
+            log=logs / f"searcher-{index}.log",
+            threads=threads_of(config, num_searchers=index + 1).searcher,
+            forked=may_fork(),
+            without=(PRIORITY,),  # that of the trainer, which gives way to searchers
+            make_link=SearcherLink,
+        )
+
+    return start
+
+
+@dataclass
+class Seat:
+    """A searcher's place: the process that fills it now, and how its predecessors fared."""
+
+    index: int
+    filled_by: Incarnation | None = None
+    early_ends: int = 0
+    """Processes in a row that ended before they had sent FEW_GROUPS groups."""
+    starts_at: float = 0.0
+    """When the next process may start."""
+    given_up: bool = False
+    """Whether too many in a row ended at once."""
+    closed: bool = False
+    """Whether the run goes on without it, as was asked."""
+
+    @property
+    def name(self) -> str:
+        return f"searcher-{self.index}"
+
+    @property
+    def place(self) -> Place:
+        if self.filled_by is not None:
+            return "filled"
+        if self.closed:
+            return "none"
+        return "given_up" if self.given_up else "empty"
+
+
+class SearcherPool:
+    """consumes: signs of life and ends of the searchers' processes
+    waits for: nothing longer than LOOK_SECONDS
+    produces: searchers that live
+    unblocked by: nobody
+    """
+
+    def __init__(
+        self, config: RuntimeConfig, board: Board, start: StartSearcher, *, may_start: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`may_start` is False while nobody is to be replaced, because the run is about to end."""
+        self.failure: str | None = None
+        """Why there are no searchers any more, where starting others is of no use."""
+        self._config = config
+        self._board = board
+        self._start = start
+        self._may_start = may_start
+        self._recipe: Recipe | None = None
+        self._count = 0
+        """Number of searchers, unless another one was asked for from outside."""
+        self._wanted = -1
+        """The number that was asked for when it was looked at last; 0 = none was."""
+        self._seats: list[Seat] = []
+        self._incarnations: list[Incarnation] = []
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, recipe: Recipe, count: int) -> None:
+        """Start searchers, and look after them until `stop`."""
+        self._recipe, self._count, self._wanted = recipe, count, -1
+        self._stopping.clear()
+        self._board.trainer["searchers"] = count
+        self._thread = threading.Thread(target=self._run, daemon=True, name="searcher-pool")
+        self._thread.start()
+
+    def begin_anew(self) -> None:
+        """Go on with new searchers in the place of the present ones."""
+        assert self._recipe is not None
+        self.stop(timeout_seconds=0.0)
+        self.begin(self._recipe, self._count)
+
+    def incarnations(self) -> Sequence[Incarnation]:
+        """Those that run, and those that are gone and were not forgotten yet, in the order of their seats."""
+        return sorted(self._incarnations, key=lambda each: each.index)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """The trainer has taken in all that one sent that is gone."""
+        self._incarnations.remove(incarnation)
+
+    def show_stacks(self) -> None:
+        """Have all searchers and this process write to their logs what they are doing."""
+        for incarnation in self.incarnations():
+            incarnation.process.show_stacks()
+        dump_stacks([os.getpid()])
+
+    def stop(self, *, timeout_seconds: float | None = None) -> None:
+        """End all of them, by force after the time (None = STOP_SECONDS), and forget them."""
+        if self._thread is not None:
+            self._stopping.set()
+            self._thread.join()
+        self._board.trainer["searchers"] = 0
+        processes = [incarnation.process for incarnation in self._incarnations]
+        stop_all(processes, Stop(), timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
+        for process in processes:
+            process.link.close()
+        for seat in self._seats:
+            row = self._board.searcher(seat.index)
+            row["pid"], row["place"] = 0, PLACES.index("none")
+        self._seats, self._incarnations = [], []
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._board.trainer["pool_beats"] += 1
+                wanted = int(self._board.supervisor["searchers_wanted"])
+                if wanted != self._wanted:
+                    self._wanted = wanted
+                    self._set_count(wanted or self._count)
+                for seat in self._seats:
+                    self._look_after(seat)
+                self._stopping.wait(LOOK_SECONDS)
+        except Exception:
+            logger.exception("searchers are not looked after any more")
+            self.failure = "the thread that looks after searchers has failed: its error is in the trainer's output."
+
+    def _set_count(self, count: int) -> None:
+        """New ones start; those with the highest numbers end, and their visits go to others."""
+        for seat in self._seats[count:]:
+            if seat.filled_by is not None:
+                seat.filled_by.process.link.send(Stop())
+            seat.closed = True
+        for seat in self._seats[:count]:
+            seat.closed = seat.given_up = False
+        self._seats += [Seat(index) for index in range(len(self._seats), min(count, MAX_SEARCHERS))]
+
+    def _look_after(self, seat: Seat) -> None:
+        if seat.filled_by is not None:
+            self._look_at(seat, seat.filled_by)
+        elif seat.place == "empty" and time.monotonic() >= seat.starts_at and self._may_start():
+            self._fill(seat)
+        self._board.searcher(seat.index)["place"] = PLACES.index(seat.place)
+
+    def _look_at(self, seat: Seat, found: Incarnation) -> None:
+        process, row = found.process, self._board.searcher(seat.index)
+        row["pid"] = process.pid
+        failure, beats = process.link.failure, row["heartbeat"]
+        limit = self._config.wait_seconds
+        if failure is not None:
+            if failure.error.startswith(WaitedTooLong.__name__):
+                self.show_stacks()  # what the others did meanwhile
+            self._lose(seat, found, f"failed: {failure.error}", final=failure.final)
+        elif not process.alive and process.link.closed:
+            self._lose(seat, found, f"ended (exit status {process.status})")
+        elif found.idleness.look(beats) > limit:
+            what = f"(process {process.pid}) has shown no sign of life for runtime.wait_seconds={limit:g} s"
+            # Where none has ever come up, the next would be as slow.
+            never = not any(self._board.searcher(other.index)["groups"] for other in self._seats)
+            self._lose(seat, found, what, final=not beats and never)
+
+    def _fill(self, seat: Seat) -> None:
+        assert self._recipe is not None
+        row, incarnation = self._board.searcher(seat.index), secrets.token_hex(4)
+        row.clear()
+        # Or it would show as not wanted for a moment.
+        row["place"] = PLACES.index("empty" if seat.starts_at else "filled")
+        try:
+            process = self._start(self._recipe, seat.index, incarnation)
+        except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
+            self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
+            return
+        seat.filled_by = Incarnation(index=seat.index, id=incarnation, process=process)
+        self._incarnations.append(seat.filled_by)
+
+    def _lose(self, seat: Seat, found: Incarnation, what: str, *, final: bool = False) -> None:
+        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
+        process, row = found.process, self._board.searcher(seat.index)
+        process.kill()
+        process.link.close()
+        seat.filled_by, row["pid"] = None, 0
+        if final and not seat.closed:
+            seat.given_up = True
+            self.failure = self.failure or f"{seat.name} {what} (log: {process.log})"
+        else:
+            # A traceback stays in the log: what a person can mend is in its last line.
+            last = "" if what.startswith("failed: ") else f", which ends with: {last_lines(process.log, 1).strip()}"
+            self._vacate(seat, f"{seat.name} {what} (log: {process.log}{last}).", early=row["groups"] < FEW_GROUPS)
+        found.replaced = seat.place == "empty"
+        found.gone = True  # last of all: the trainer then forgets it
+
+    def _vacate(self, seat: Seat, words: str, *, early: bool) -> None:
+        """Decide whether another process takes a seat, and when. `early`: the last one has hardly worked."""
+        seat.early_ends = seat.early_ends + 1 if early else 0
+        seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
+        if seat.closed:
+            logger.info("%s has ended, as was asked.", seat.name)
+        elif all(other.given_up or other.closed for other in self._seats):
+            why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
+            self.failure = f"{words}\n{why}"
+        elif seat.given_up:
+            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
+        else:
+            wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
+            seat.starts_at = time.monotonic() + wait
+            self._board.searcher(seat.index)["place"] = PLACES.index("empty")  # before the change that others look for
+            self._board.trainer["replaced"] += 1
+            logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
