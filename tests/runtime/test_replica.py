@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import targets
-from test_searchers import Run
+from test_searcher_pool import Run
 
 from tba.runtime.links import pickled
 from tba.runtime.replica import Replica, ReplicaFailed
