@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tba.config import Config, abbreviates, settings_by_name, unknown_key
-from tba.runtime.fork_server import INTERRUPTED
+from tba.runtime.role_process import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""

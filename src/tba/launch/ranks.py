@@ -28,9 +28,9 @@ from tba.launch.run import Interrupt
 from tba.launch.torchrun import Torchrun
 from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
-from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
 from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.role_process import INTERRUPTED
 from tba.runtime.threads import threads_of
 from tba.train.make import make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected

@@ -22,7 +22,6 @@ by exec finds it there too.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -48,12 +47,11 @@ from typing import ClassVar, NoReturn
 
 import psutil
 
+from tba.runtime.role_process import INTERRUPTED, die_with_parent, run_role, show_as
+
 logger = logging.getLogger("tba")
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_DESCRIPTORS = 64
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
 """Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
 as in `5 4711`."""
@@ -171,8 +169,6 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         if start.starts_roles:
             _fork_own_server(below=spare)
         _use_threads(int(start.environment["OMP_NUM_THREADS"]))
-        from tba.runtime.processes import run_role
-
         status = run_role(start.link)
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -208,18 +204,6 @@ def _fork_own_server(*, below: int) -> None:
     theirs.close()
     ours.set_inheritable(True)
     os.environ[OWN_SERVER] = f"{ours.detach()} {pid}"
-
-
-def die_with_parent() -> None:
-    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def show_as(name: str) -> None:
-    """Have `ps` and `top` show this process under a name, 15 letters of it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 # Its caller

@@ -1,23 +1,17 @@
-"""Start a role in a process of its own, watch it, stop it; and what such a process does first.
+"""Start a role in a process of its own, watch it, stop it.
 
-The child is a fork of a process that has imported torch already (fork_server.py), or a new one: `python -m
-tba.runtime.processes FD`. The parent sends its module search path and (target, keyword arguments)
-over the socket FD, and the target runs with a Link to the parent. A process started this way does not import the parent's
-main script again, so training scripts need no `if __name__ == "__main__"`.
+The child is a fork of a process that has imported torch already (fork_server.py), or a new one. What it does first stands in
+role_process.py.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -27,17 +21,9 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import cloudpickle
 
-from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import (
-    INTERRUPTED,
-    OWN_SERVER,
-    ForkedProcess,
-    ForkServer,
-    die_with_parent,
-    module_command,
-    show_as,
-)
-from tba.runtime.links import Failed, Link, RunCannotGoOn
+from tba.runtime.deadlines import dump_stacks
+from tba.runtime.fork_server import OWN_SERVER, ForkedProcess, ForkServer, module_command
+from tba.runtime.links import Link
 
 logger = logging.getLogger("tba")
 
@@ -135,10 +121,10 @@ class RoleProcess(Generic[L]):
                 starts_roles=starts_roles,
             )
         elif log is None:
-            self._process = popen("tba.runtime.processes", theirs.fileno(), fds, None, environment)
+            self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, None, environment)
         else:
             with log.open("ab") as stream:
-                self._process = popen("tba.runtime.processes", theirs.fileno(), fds, stream, environment)
+                self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps({"name": name, "search_path": sys.path}).encode())
@@ -243,47 +229,3 @@ def server_environment() -> dict[str, str]:
     """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
     when they were loaded, so it has all of them: a role is told how many of them are its own. NumPy's products have one."""
     return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
-
-
-def run_role(link_descriptor: int) -> int:
-    """Run the target that the parent sends; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this process may have blocked some, as Ray does
-    write_stacks_when_asked()  # to the log, which is stderr
-    connection = Connection(link_descriptor)
-    first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
-    show_as(first["name"])
-    link = Link(connection, on_close=_parent_is_gone)
-    try:
-        sys.path[:] = first["search_path"]
-        target, arguments = cloudpickle.loads(payload)
-        if isinstance(target, bytes):
-            target, more = cloudpickle.loads(target)
-            arguments = {**more, **arguments}
-        if isinstance(target, str):
-            module, _, name = target.partition(":")
-            target = getattr(importlib.import_module(module), name)
-        gc.freeze()  # or the first collections of a process that was not forked would walk through all of torch
-        gc.enable()
-        return target(link, **arguments) or 0
-    except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
-        traceback.print_exc()
-        final = isinstance(error, RunCannotGoOn)
-        link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
-        return 1
-
-
-def _parent_is_gone() -> None:
-    """Nobody is left to work for: end at once, whatever the main thread is doing."""
-    os._exit(3)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    gc.disable()  # until its target is imported, as in the fork server: looking for garbage takes an eighth of that time
-    try:
-        status = run_role(int(sys.argv[1]))
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    sys.stdout.flush()
-    os._exit(status)
