@@ -1,5 +1,6 @@
 """The named waits: each has a deadline, a name on the board, and words."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -176,6 +177,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         steps_per_batch=1,
         prompts_per_step=2,
         max_lag=max_lag,
+        most_lag=settings.get("most_lag", lambda: math.inf),
         spare_lag=settings.get("spare_lag", 9),
         visit_lag=settings.get("visit_lag", lambda: 0.0),
         trainer_waits=settings.get("trainer_waits", lambda: False),
@@ -223,6 +225,22 @@ def test_visits_that_brought_nothing_do_not_count_as_trained_on():
 def test_the_limit_follows_what_visits_take_up_to_the_largest_lag(visit_lag, started):
     stream = visits(lambda: 0, max_lag=6, spare_lag=1, visit_lag=lambda: visit_lag)
     assert next(index for index in range(20) if next(stream) is None) == started
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("most_lag", "started"),
+    # Two visits a step. None of step 1 may start on version 0; half of them; all.
+    [(0.0, 2), (0.4, 3), (0.5, 3), (1.0, 4)],
+)
+def test_long_updates_leave_little_lag_also_while_the_trainer_waits(most_lag, started, waits):
+    stream = visits(lambda: 0, max_lag=6, spare_lag=1, most_lag=lambda: most_lag, trainer_waits=lambda: waits)
+    assert next(index for index in range(20) if next(stream) is None) == started
+
+
+def test_between_two_publications_no_newer_weights_are_waited_for():
+    stream = visits(lambda: 0, max_lag=6, spare_lag=4, most_lag=lambda: 0.0)  # a publication every fourth step
+    assert next(index for index in range(20) if next(stream) is None) == 8
 
 
 def test_while_the_trainer_waits_the_limit_is_a_step_more():

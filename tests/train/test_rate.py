@@ -51,8 +51,7 @@ def test_a_given_schedule_is_used_as_it_is():
         used = rate.for_batch(step, rate.config.progress_at(step), drifted(50.0, agreement=0.9), entropy=4.0)
         assert used == pytest.approx(expected)
         rate.made(used, of_new_batch=True)
-    assert math.isnan(rate.stiffness)
-    assert rate.drift(0.0) == 0.0
+    assert rate.drift(0.0) == 0.0  # the trust region is no wider for it
 
 
 def test_auto_falls_to_zero_over_the_second_half():
@@ -91,7 +90,7 @@ def test_the_entropy_is_that_of_the_last_batch_with_weight_within_bounds():
     assert rate.size == pytest.approx(0.2 * (0.1 * 10.0) ** 0.5)
     short = rate_of("train.max_steps=50")  # a quarter of the steps: twice as far, and up to 40 nats count
     short.for_batch(0, 0.0, {}, entropy=90.0)
-    assert short.size == pytest.approx(2.0 * 0.2 * (0.1 * 40.0) ** 0.5)
+    assert short.size == pytest.approx(2.0 * 0.2 * (0.1 * 40.0 * 4.0) ** 0.5)  # what is beyond 10 nats counts in full
 
 
 @pytest.mark.parametrize(
@@ -154,6 +153,32 @@ def test_the_rate_is_the_drift_asked_for_over_the_stiffness():
     assert rate.for_batch(1, 0.0, drifted(0.4), entropy=4.0) == pytest.approx(USUAL / 4000)
     assert rate.drift(0.0) == pytest.approx(USUAL)
     assert rate.drift(0.75) == pytest.approx(USUAL / 2)  # the rate has fallen to half
+
+
+def test_responses_may_be_behind_by_as_many_updates_as_move_two_nats():
+    rate = begun(1e-4)
+    assert rate.most_lag(0, 0.0) == 0.01  # one prompt of a batch, to learn how far an update goes
+    assert rate.most_lag(8, 0.0) == math.inf  # nothing has moved in eight steps
+    see(rate, 4000.0)
+    assert rate.most_lag(1, 0.0) == pytest.approx(2.0 / USUAL)
+    assert rate.most_lag(1, 0.75) == pytest.approx(4.0 / USUAL)  # the rate has fallen to half
+    assert rate.most_lag(200, 1.0) == math.inf
+
+
+def test_a_given_rate_leaves_as_much_lag_as_its_updates_allow():
+    rate = begun(1e-4, overrides=("train.learning_rate=1e-4",))
+    see(rate, 40_000.0)  # an update of 1e-4 moves log_pi by 4 nats
+    assert rate.next_drift(1, 0.0) == pytest.approx(4.0)
+    assert rate.most_lag(1, 0.0) == pytest.approx(0.5)  # half of a batch may be one update behind
+    assert rate.drift(0.0) == 0.0  # the trust region is that of the objective
+
+
+def test_the_first_update_of_a_run_by_seconds_knows_how_many_there_will_be():
+    rate = rate_of("train.max_steps=null", "train.max_seconds=60")
+    rate.for_batch(
+        0, 0.0, {}, entropy=4.0, now=0.2
+    )  # a fifth of the time is gone as the first gradients are there: 5 steps
+    assert rate.horizon_factor == 5.0
 
 
 def test_without_drift_or_updates_nothing_is_learned():
@@ -314,7 +339,7 @@ def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_drift_that_auto_a
         (["train.max_steps=5"], 0, 0.0, 5.0),  # sqrt(40) = 6.3
         (["train.max_steps=100000"], 0, 0.0, 0.2),
         (["train.max_seconds=60"], 0, 0.0, 1.0),  # not known yet
-        (["train.max_seconds=60"], 5, 0.05, 2.0**0.5),  # 5 steps in a twentieth: 100 steps
+        (["train.max_seconds=60"], 4, 0.05, 2.0**0.5),  # the fifth step ends a twentieth: 100 steps
         (["train.max_steps=50", "train.max_seconds=60"], 5, 0.05, 2.0),  # the nearer limit
     ],
 )

@@ -44,8 +44,16 @@ def weights(step: TrainStep) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in step.policy.model.parameters()])
 
 
+def own_batch(seed: int, *, version: int = 0) -> Batch:
+    """A batch that the start model has generated, said to be of this version."""
+    step, batch = make_step(), ragged_batch(seed=seed)
+    log_pi_N = step.gradients(batch, beta=0.1).outputs.log_pi_N
+    version_PK = torch.full_like(batch.version_PK, version)
+    return replace(batch, policy_N=log_pi_N, behaviour_N=log_pi_N, version_PK=version_PK)
+
+
 def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
-    batches = [ragged_batch(seed=seed) for seed in range(5)]
+    batches = [own_batch(seed) for seed in range(5)]
     expected, made = make_step(), make_step()
     for index in (0, 1, 0, 2, 1, 3, 2, 4):  # two steps later, before the next new batch
         expected(batches[index], beta=0.1, learning_rate=1e-3)
@@ -58,12 +66,16 @@ def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
     assert torch.equal(weights(made), weights(expected))
 
 
-def own_batch(seed: int, *, version: int = 0) -> Batch:
-    """A batch that the start model has generated, said to be of this version."""
-    step, batch = make_step(), ragged_batch(seed=seed)
-    log_pi_N = step.gradients(batch, beta=0.1).outputs.log_pi_N
-    version_PK = torch.full_like(batch.version_PK, version)
-    return replace(batch, policy_N=log_pi_N, behaviour_N=log_pi_N, version_PK=version_PK)
+def test_a_second_update_is_left_out_where_the_policy_has_moved_two_nats_since(tmp_path):
+    updates = make_updates(tmp_path, make_step(), "train.second_update_after=2")
+    trained = []
+    for step in range(6):
+        updates.rate.stiffness = math.log(
+            (0.9 if step < 4 else 1.1) / 1e-3
+        )  # nats of an update at the given rate of 1e-3
+        trained.append(updates.second(step=step, progress=0.0))
+        updates.first(own_batch(step), step=step, progress=0.0)
+    assert trained == [0, 0, 12, 12, 0, 0]
 
 
 def make_auto(folder, step: TrainStep, *overrides: str) -> Updates:

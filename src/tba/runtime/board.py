@@ -153,6 +153,7 @@ was asked for from outside, 0 = none was."""
 TRAINER_FIELDS = (
     *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
     *("batch_prompts", "prompts_wanted", "done", "of", "table_lines", "pool_beats", "searchers", "replaced"),
+    "most_lag",
 )
 """`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats` rises
 while its thread looks after searchers, whatever it does itself; `searchers` is the number that it has begun with, 0 = it has
@@ -160,7 +161,8 @@ none yet, or none any more; `replaced` are those that died or hung since this tr
 number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
 `made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
 waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on.
-`table_lines` is the height of the table that the trainer shows on the terminal, 0 = there is none."""
+`table_lines` is the height of the table that the trainer shows on the terminal, 0 = there is none. `most_lag` is the number
+of versions that responses may be behind, by the length of an update."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",

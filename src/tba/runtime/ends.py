@@ -116,6 +116,10 @@ class SearcherEnds:
         """Whether the trainer waits for responses."""
         return self._board.trainer.wait in ("first_fill", "replay_ratio")
 
+    def most_lag(self) -> float:
+        """Number of versions that responses may be behind, by the length of an update."""
+        return self._board.trainer["most_lag"]
+
     def lost_visits(self) -> int:
         """Number of visits of the run so far that brought nothing to train on."""
         return int(self._board.trainer["lost"])

@@ -77,6 +77,8 @@ class PacedVisits:
     steps_per_batch: int
     max_lag: int | None
     """Largest number of versions that a visit's weights may lag behind; None = no pace limit."""
+    most_lag: Callable[[], float]
+    """The same by the length of the trainer's updates: long ones leave little of what was begun before them."""
     spare_lag: int
     """The limit is this and what recent visits took, at most max_lag."""
     visit_lag: Callable[[], float]
@@ -136,11 +138,12 @@ class PacedVisits:
         if self.max_lag is None:
             return 0
         batch, place = divmod(max(0, visit.number - self.lost()), self.prompts_per_step)
-        limit = self._limit(self.max_lag)
+        # Between two publications there is no newer version to wait for.
+        limit = self._limit(min(self.max_lag, max(self.spare_lag - 1, self.most_lag())))
         is_early = place < (limit % 1.0) * self.prompts_per_step
         return self.steps_per_batch * batch - math.floor(limit) - is_early
 
-    def _limit(self, most: int) -> float:
+    def _limit(self, most: float) -> float:
         waits = self.trainer_waits()
         both = waits and self.started == self.generated()
         if self._both_wait.look(self.version() if both else -1) > HELD_UP_SECONDS and both:

@@ -273,6 +273,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         prompts_per_step=config.train.prompts_per_step,
         steps_per_batch=config.steps_per_batch,
         max_lag=config.replay.max_lag if config.keeps_pace else None,
+        most_lag=role.ends.most_lag,
         spare_lag=config.spare_lag,
         visit_lag=lambda: searcher.visit_lag,
         trainer_waits=role.ends.trainer_waits,

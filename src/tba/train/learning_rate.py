@@ -17,8 +17,10 @@ trained on since, so its drift, log_pi now - log_pi when generated, is the work 
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
    runs away from its data is held at once.
 4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number. In a run of n <
-   STEPS steps the entropy counts up to STEPS / n times as much.
+   STEPS steps the entropy counts up to STEPS / n times as much, and what is beyond MOST_ENTROPY in full, not by its root.
 5. In the last half of the run the rate falls to zero.
+6. A response is trained while the policy has moved by MOST_DRIFT since at most. So the longer the updates, the fewer of them
+   searchers may be behind (`most_lag`), and the second update on a batch is left out where it would come too late.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
 for it, divided by what the first update showed of the two, and the signal is taken to be the usual one. So it is where
@@ -43,6 +45,10 @@ LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
 asks for is noise (one_family: .92 instead of .98). In a run of few steps that noise costs less than what is not reached."""
+MOST_DRIFT = 2.0
+"""Nats that the policy may have moved since a response that is trained was begun."""
+FIRST_STEPS = 8
+"""Steps in which the first drift is waited for: what has not moved by then is not learning."""
 LAST_PART = 0.5
 """Share of the run, at its end, in which the rate falls to zero."""
 STEPS, MOST_HORIZON = 200, 5.0
@@ -100,27 +106,32 @@ class LearningRate:
         """1, then in the last part of the run a straight line to 0."""
         return min(1.0, (1.0 - progress) / LAST_PART)
 
-    def for_batch(self, step: int, progress: float, found: Mapping[str, float], *, entropy: float) -> float:
-        """The rate for a new batch, after what it shows of the updates before it."""
-        self.horizon_factor = self.horizon(step, progress)
+    def for_batch(
+        self, step: int, progress: float, found: Mapping[str, float], *, entropy: float, now: float | None = None
+    ) -> float:
+        """The rate for a new batch, after what it shows of the updates before it. `now` is the share of the run that is done
+        as its gradients are there; None = what was done before it."""
+        self.horizon_factor = self.horizon(step, progress if now is None else now)
         if math.isfinite(entropy):
             self.entropy = max(LEAST_ENTROPY, entropy)
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
-        if not (self.is_auto and drift > 0.0 and squares > 0.0):
+        if not (drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
         if self.sees_new_responses and "off_policy/agreement" in found:
             self.signal += (found["off_policy/agreement"] - self.signal) / min(self.batches + 2, MEMORY)
         stiffness = math.log(drift) - 0.5 * math.log(squares)
         self._follow(stiffness, progress)
+        if not self.is_auto:
+            return self.at(step, progress)
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
-    def horizon(self, step: int, progress: float) -> float:
+    def horizon(self, step: int, now: float) -> float:
         """Factor of all movements. The fewer steps a run has, the longer they are, by the root: noise that
         many steps add up to averages out, and what few steps do not reach is lost."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
-        if train.max_seconds is not None and progress > 0.0:
-            steps = min(steps, max(1, step) / progress)
+        if train.max_seconds is not None and now > 0.0:
+            steps = min(steps, (step + 1) / now)
         elif train.max_steps is None:
             return 1.0  # nobody knows yet how many there will be
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
@@ -140,11 +151,26 @@ class LearningRate:
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
         entropy = min(MOST_ENTROPY * max(1.0, self.horizon_factor**2), self.entropy)
-        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy)
+        long = max(1.0, entropy / MOST_ENTROPY)
+        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy * long)
+
+    def most_lag(self, step: int, progress: float) -> float:
+        """Number of updates that the policy may be ahead of a response that is trained, by their length."""
+        nats = self.next_drift(step, progress)
+        if math.isnan(nats):
+            # A prompt of each batch is one behind: its drift tells the length. After FIRST_STEPS nothing has moved yet.
+            return 0.01 if step < FIRST_STEPS else math.inf
+        return MOST_DRIFT / nats if nats > 0.0 else math.inf
+
+    def next_drift(self, step: int, progress: float) -> float:
+        """Nats that an update moves log_pi of a new response by; NaN = not known yet."""
+        aimed_at = self.size * self.decay(progress)  # the rate may still have to rise to it
+        return aimed_at + 0.0 * self.stiffness if self.is_auto else self.at(step, progress) * math.exp(self.stiffness)
 
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""
-        return 0.0 if math.isnan(self.stiffness) else self.at(0, progress) * math.exp(self.stiffness)
+        known = self.is_auto and not math.isnan(self.stiffness)
+        return self.at(0, progress) * math.exp(self.stiffness) if known else 0.0
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
         """Take the rate of an update that was made."""

@@ -104,6 +104,7 @@ class Trainer:
         self.receive()
         again = waited = 0.0
         if self.gate is not None:
+            self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
             was_ready = self.gate.is_open(self)
             again = self.train_again() if self.spare.is_enough else 0.0
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
@@ -126,6 +127,9 @@ class Trainer:
         if self.gate is None and not self.done:
             again = self.train_again()
             started += again  # it has a time of its own
+        if self.gate is not None:
+            # Before searchers see the new version: its first prompts must keep the new limit.
+            self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
         publishing = self.publish_if_due()
         times = {
             "receive": self.receive_seconds,

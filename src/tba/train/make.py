@@ -95,7 +95,7 @@ def make_trainer(
         checkpoints=checkpoints,
         rate=rate,
         beta=beta,
-        updates=Updates(config, train_step, rate, beta, recorder.folder.path),
+        updates=Updates(config, train_step, rate, beta, recorder.folder.path, recorder.clock),
         ledger=ledger,
         counts=counts,
         durable=make_store(

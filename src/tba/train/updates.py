@@ -19,8 +19,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tba.config import Config
+from tba.observe.recorder import TrainingClock
 from tba.train.batch import drift_metrics, entropy_of, hold_out, reward_spread, shape_target
-from tba.train.learning_rate import LearningRate
+from tba.train.learning_rate import MOST_DRIFT, LearningRate
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
@@ -58,6 +59,8 @@ class Updates:
     beta: Beta
     folder: Path
     """Where a batch is saved that cannot be trained on."""
+    clock: TrainingClock | None = None
+    """Tells how many steps a run of limited time will have."""
     trained_once: deque[Batch] = field(init=False)
     """The last batches, the oldest first, at most as many as there are steps between the two updates."""
     reward_unit: float = field(init=False)
@@ -79,7 +82,8 @@ class Updates:
             result = self._gradients(trained, step=step, progress=progress)
             exact, own = self.train_step.is_exact, self._in_own_unit(trained)
             found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
-            rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(trained, result.outputs))
+            now = progress if self.clock is None else self.config.progress_at(step, self.clock.seconds)
+            rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(trained, result.outputs), now=now)
             metrics = self._move(trained, rate, progress=progress, lags="off_policy/drift" in found, unseen=unseen)
         if self.config.train.second_update_after and batch.totals.responses and metrics["learning_rate"] > 0.0:
             self.trained_once.append(with_old_values(batch, result))
@@ -92,6 +96,8 @@ class Updates:
         if not after or len(self.trained_once) < after:
             return 0
         batch = self.trained_once.popleft()
+        if after * self.rate.next_drift(step, progress) > MOST_DRIFT:  # the policy has moved on too far
+            return 0
         with self._naming(batch, f"the second update before step {step}", step):
             self._gradients(batch, step=step, progress=progress)
             found = self.train_step.move(self.rate.at(step, progress))
