@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from tba.compare import compare
-from tba.compare.plan import Cell, Plan, make_plan
 from tba.compare.results import Results
+from tba.compare.runs import Cell, Plan, make_plan
 from tba.compare.study import make_study
 
 BASE = {
@@ -61,5 +61,5 @@ def write_run(cell: Cell, accuracy: float, *, kl: float = 1.0, seconds: float = 
 
 def write_record(cell: Cell, *, error: str | None) -> None:
     cell.record.parent.mkdir(parents=True)
-    record = {"settings": cell.settings, "defaults": cell.defaults, "error": error, "commit": "abc", "time": 0.0}
+    record = {"settings": cell.settings, "error": error, "commit": "abc", "time": 0.0}
     cell.record.write_text(json.dumps(record))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from studies import STUDY, TUNE, plan_study, run_study, write_run, write_study
+from studies import STUDY, TUNE, plan_study, write_run, write_study
 
 from tba.compare.study import folder_name, load_study, make_study, quick_study
 from tba.config import ConfigError
@@ -116,15 +116,12 @@ def test_a_run_with_another_default_is_another_run(tmp_path):
     write_run(cell, 0.5)
     assert (cell.state(), cell.changes()) == ("done", "")
     record = json.loads(cell.record.read_text())
-    record["defaults"] |= {"train.publish_every": 7, "train.share_prompts": True}
+    record["settings"] |= {"train.publish_every": 7, "train.share_prompts": True}
     cell.record.write_text(json.dumps(record))
     assert cell.state() == "changed"
     assert cell.changes() == "train.publish_every 7 -> 1, train.share_prompts True -> None"
-    cell.record.write_text(json.dumps({**record, "defaults": cell.defaults}))
+    cell.record.write_text(json.dumps({**record, "settings": cell.settings}))
     assert cell.state() == "done"
-    del record["defaults"]
-    cell.record.write_text(json.dumps(record))
-    assert (cell.state(), cell.changes()) == ("changed", "it was made by an earlier version")
 
 
 def test_the_runs_of_a_study_that_was_moved_are_its_runs(tmp_path):
@@ -133,19 +130,6 @@ def test_the_runs_of_a_study_that_was_moved_are_its_runs(tmp_path):
     (tmp_path / "a").rename(tmp_path / "b")
     (moved,) = plan_study(tmp_path / "b", rows={"a": {}}, columns={"1": {}}, seeds=[0]).runs["a", None]
     assert moved.state() == "done"
-
-
-@pytest.mark.parametrize("name", ["cell.json", "failed.json"])
-def test_a_study_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, name):
-    run = tmp_path / "studies" / "tiny" / "runs" / "fast" / "1" / "seed-0"
-    run.mkdir(parents=True)
-    (run / name).write_text("{}")
-    with pytest.raises(ConfigError) as error:
-        run_study(tmp_path)
-    root = tmp_path / "studies" / "tiny"
-    assert str(error.value) == (
-        f"{root} was made by an earlier version of tba (runs/fast/1/seed-0/{name}): name another --output, or delete it."
-    )
 
 
 def test_a_seed_that_is_no_list_is_told_how_to_write_it():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from resolved import resolved
 
-from tba.compare.plan import make_plan
+from tba.compare.runs import make_plan
 from tba.compare.study import load_study
 from tba.config import load_config
 from tba.launch.start import train

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tba.compare.plan import ENDED, Cell, Plan, Scores
 from tba.compare.study import Study
 from tba.observe.display import SHARES
 from tba.observe.files import read_summary
 from tba.observe.metrics import standard_error
+from tba.observe.run_folder import RunFolder
 from tba.runtime.threads import usable_cores
 
 TITLES = {
@@ -23,6 +23,8 @@ TITLES = {
 }
 """Headings of the tables about how the runs went, by name."""
 
+Scores = Mapping[float, Mapping[str, float | None]]
+"""Metric of a row's tuning runs by tuned value and column; None = the run failed."""
 Grid = list[list[str]]
 """A table as text: the header, then the rows."""
 
@@ -65,27 +67,9 @@ class Results:
         return estimate(run.get(name) for run in self.runs[row][column].values())
 
 
-def gather(plan: Plan) -> Results:
-    """Read the results there are."""
-    study, tuned = plan.study, plan.tuned_values(lambda cell: cell.state() in ENDED)
-    runs: dict[str, dict[str, dict[int, Mapping[str, float]]]]
-    runs = {row: {column: {} for column in study.columns} for row in study.rows}
-    failures: dict[str, str] = {}
-    commits: set[str] = set()
-    for cell in (cell for row, value in tuned.items() for cell in plan.runs[row, value]):
-        state, record = cell.state(), cell.read_record() or {}
-        if state == "done":
-            runs[cell.row][cell.column][cell.seed] = numbers_of(cell)
-            commits.add(record["commit"])
-        elif state == "failed":
-            failures[f"{cell.row}/{cell.column}/seed-{cell.seed}"] = record["error"]
-    tuning = {} if study.tune is None else {row: plan.scores(row) for row in tuned}
-    return Results(study=study, runs=runs, failures=failures, tuned=tuned, tuning=tuning, commits=sorted(commits))
-
-
-def numbers_of(cell: Cell) -> dict[str, float]:
+def numbers_of(folder: RunFolder) -> dict[str, float]:
     """The metrics of a finished run's last evaluation, and how the run went."""
-    summary = read_summary(cell.folder) or {}
+    summary = read_summary(folder) or {}
     drift = {"off_policy_kl": summary["stability"]["drift_nats"]} if "drift_nats" in summary["stability"] else {}
     lengths = {name: summary[name] for name in ("seconds", "responses_generated")}
     return {**summary["final"], **lengths, **drift, "lag": summary["lag"]["mean"]}

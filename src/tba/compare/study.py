@@ -16,7 +16,7 @@ metric: accuracy
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,9 +88,6 @@ class Study(Section):
     """Metric of the table, a key of the summary's `final`; more is better."""
     also: tuple[str, ...] = ()
     """Further keys of `final`, for a table each."""
-    against: str | None = None
-    """Key of `final` that the plot shows the metric against, where the two pull against each other: kl; None = the
-    measured off-policy KL."""
     tune: Tune | None = None
     """Setting that is tuned for every row before its runs; None = nothing is tuned."""
     quick: Quick | None = None
@@ -102,22 +99,27 @@ class Study(Section):
         layers = {"base": self.base, "quick.overrides": quick.overrides}
         layers |= {f"rows.{label}": overrides for label, overrides in self.rows.items()}
         layers |= {f"columns.{label}": overrides for label, overrides in self.columns.items()}
-        for name, overrides in (
-            layers.items() if tune is None else [*layers.items(), ("tune.overrides", tune.overrides)]
-        ):
-            for key in flatten(overrides):
-                if key in SET_BY_STUDY:
-                    raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
-        _check_folders("rows", self.rows)
-        _check_folders("columns", self.columns)
-        _check_distinct("seeds", self.seeds)
-        _check_known("quick.rows", quick.rows or (), self.rows)
-        _check_known("quick.columns", quick.columns or (), self.columns)
-        if tune is not None:
-            _check_known("tune.columns", tune.columns, self.columns)
-            _check_distinct("tune.values", tune.values)
-            if tune.seed in self.seeds:
-                raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
+        layers |= {} if tune is None else {"tune.overrides": tune.overrides}
+        for name, overrides in layers.items():
+            for key in flatten(overrides).keys() & SET_BY_STUDY.keys():
+                raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
+        for name, labels in (("rows", self.rows), ("columns", self.columns)):
+            taken: dict[str, str] = {}
+            for label in labels:
+                folder = folder_name(label)
+                if (other := taken.setdefault(folder, label)) != label:
+                    raise ValueError(f"{name} {other!r} and {label!r} would share the folder {folder}: rename one.")
+        tuned = () if tune is None else tune.columns
+        chosen = {"quick.rows": (quick.rows, self.rows), "quick.columns": (quick.columns, self.columns)}
+        for name, (labels, known) in {**chosen, "tune.columns": (tuned, self.columns)}.items():
+            for label in labels or ():
+                if label not in known:
+                    raise ValueError(f"{name} has {label!r}, which the study does not have: it has {', '.join(known)}.")
+        for name, values in {"seeds": self.seeds, "tune.values": () if tune is None else tune.values}.items():
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={list(values)} has a value twice: each is run once.")
+        if tune is not None and tune.seed in self.seeds:
+            raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
         return self
 
     @property
@@ -180,26 +182,6 @@ def folder_name(label: str) -> str:
     """A label as a file name: `beta 0.05/long` -> `beta_0.05_long`."""
     name = re.sub(r"[^\w.=+-]", "_", label)
     return name if name.strip(".") else "_" * max(1, len(name))
-
-
-def _check_folders(name: str, labels: Iterable[str]) -> None:
-    taken: dict[str, str] = {}
-    for label in labels:
-        other = taken.setdefault(folder_name(label), label)
-        if other != label:
-            raise ValueError(f"{name} {other!r} and {label!r} would share the folder {folder_name(label)}: rename one.")
-
-
-def _check_distinct(name: str, values: Iterable[Any]) -> None:
-    values = list(values)
-    if len(set(values)) < len(values):
-        raise ValueError(f"{name}={values} has a value twice: each is run once.")
-
-
-def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None:
-    for label in labels:
-        if label not in known:
-            raise ValueError(f"{name} has {label!r}, which the study does not have: it has {', '.join(known)}.")
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
