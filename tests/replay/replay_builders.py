@@ -56,7 +56,6 @@ def replay(
     deduplicate=True,
     max_uses=None,
     max_waiting_groups=None,
-    expires=False,
     **settings,
 ):
     return ReplayBuffer(
@@ -67,7 +66,6 @@ def replay(
         reward_weights=reward_weights,
         uses_per_group=max_uses,
         max_waiting_groups=max_waiting_groups,
-        expires=expires,
     )
 
 

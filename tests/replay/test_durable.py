@@ -15,10 +15,9 @@ import pytest
 from commands import run_python
 
 from tba.replay import durable
-from tba.replay.columns import ResponseColumns, pack_responses
+from tba.replay.columns import ResponseColumns, acknowledged_log, decode, encode, pack_responses
 from tba.replay.database import DurableReplayError, find_database, load_groups, network_filesystem, place_database
 from tba.replay.durable import GroupStore
-from tba.replay.payload import acknowledged_log, decode, encode
 from tba.types import Completion, HighWaterMarks, Prompt, Trajectory, TrajectoryGroup
 
 NAN = np.array([0x7FC12345], np.uint32).view(np.float32)[0]
@@ -472,7 +471,7 @@ def test_on_a_network_filesystem_the_file_is_made_elsewhere_and_copied_back(tmp_
     store.close()
     assert sorted(file.name for file in run.iterdir()) == ["replay.sqlite", "replay.stored"]
     assert len(ids_in(find_database(run / "replay.sqlite"))) == 1
-    assert not list(path.parent.iterdir())
+    assert not list(temporary.iterdir())
 
 
 def test_groups_after_a_row_are_forgotten_and_their_ids_may_come_again(tmp_path):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from test_durable import group, ids_in, make_store
 
-from tba.replay.database import DurableReplayError, find_database, place_database, read_stored
-from tba.replay.recover import check_stored
+from tba.replay.database import DurableReplayError, check_stored, find_database, place_database, read_stored
 from tba.types import HighWaterMarks
 
 

@@ -355,7 +355,7 @@ def test_a_queue_of_two_uses_comes_round_again():
 
 
 def test_responses_beyond_the_lag_limit_leave_and_those_without_a_lag_stay():
-    buffer, groups = replay(expires=True, deduplicate=False), Groups()
+    buffer, groups = replay(deduplicate=False), Groups()
     buffer.add(groups("a", [[5], [6]], version=0), step=0)
     buffer.add(groups("b", [[7], [8]], version=3), step=3)
     imported = groups("c", [[9], [10]], version=0)
@@ -384,7 +384,7 @@ def test_prompts_that_are_always_lost_are_not_waited_for_and_all_others_are():
 
 
 def test_an_expired_group_is_not_counted_in_the_queue():
-    buffer, groups = replay(expires=True, max_uses=1, deduplicate=False), Groups()
+    buffer, groups = replay(max_uses=1, deduplicate=False), Groups()
     buffer.add(groups("a", [[5], [6]], version=0), step=0)
     buffer.add(groups("b", [[7], [8]], version=3), step=3)
     buffer.expire(2)
@@ -449,10 +449,9 @@ def test_step_values_are_stored_where_the_objective_needs_them():
         buffer.add(without, step=0)
 
 
-@pytest.mark.parametrize("expires", [False, True])
-def test_no_lag_is_negative_where_responses_are_younger_than_the_trainer(expires):
+def test_no_lag_is_negative_where_responses_are_younger_than_the_trainer():
     """A trainer that resumed at step 4 takes in what the one before it had generated with its version 9."""
-    buffer, groups = replay(fresh_steps=2, expires=expires), Groups()
+    buffer, groups = replay(fresh_steps=2), Groups()
     buffer.add(groups("a", [[1, 2], [3]], version=9), step=4)
     buffer.add(groups("b", [[4, 5], [6]], version=3), step=4)
     batch = buffer.sample(2, 2, step=4)
@@ -464,7 +463,7 @@ def test_no_lag_is_negative_where_responses_are_younger_than_the_trainer(expires
 
 
 def test_responses_of_a_version_that_is_gone_expire_as_those_of_the_step_they_came_at():
-    buffer, groups = replay(expires=True), Groups()
+    buffer, groups = replay(), Groups()
     buffer.add(groups("a", [[1, 2], [3]], version=9), step=4)
     assert buffer.expire(4) == 0
     assert buffer.expire(5) == 2

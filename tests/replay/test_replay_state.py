@@ -32,7 +32,7 @@ SETTINGS = {
     "softmax": {"on_policy_probability": 0.3, "inverse_temperature": 2.0},
     "importance": {"on_policy_probability": 0.5, "importance_weighted": True},
     "queue": {"max_uses": 2, "deduplicate": False, "max_waiting_groups": 9},
-    "expiry": {"on_policy_probability": 0.5, "expires": True, "deduplicate": False},
+    "expiry": {"on_policy_probability": 0.5, "deduplicate": False},
 }
 
 
@@ -87,9 +87,7 @@ def test_a_restored_buffer_draws_alike_where_copies_have_left_gaps(name):
 @pytest.mark.parametrize("inverse_temperature", [0.0, 2.0])
 def test_a_restored_buffer_draws_alike_from_thousands_of_which_some_have_expired(inverse_temperature):
     def make():
-        return replay(
-            on_policy_probability=0.0, expires=True, deduplicate=False, inverse_temperature=inverse_temperature
-        )
+        return replay(on_policy_probability=0.0, deduplicate=False, inverse_temperature=inverse_temperature)
 
     buffer, groups, again = make(), Groups(), make()
     for group in range(30):  # every other group is of version 0 and leaves: 1,500 of 3,000 responses stay

@@ -14,7 +14,7 @@ from tba.launch.checks import before_collapse, refuse_earlier_version
 from tba.launch.resolve import FILLED
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
-from tba.replay.recover import check_stored
+from tba.replay.database import check_stored
 from tba.train.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
 
 logger = logging.getLogger("tba")

@@ -31,25 +31,23 @@ not be drawn again and again; one that it says too often is still drawn now and 
 class PackedGroup:
     """Responses of one prompt, as PromptEntry stores them."""
 
-    ids: list[bytes]
-    floats: list[bytes]
     columns: dict[str, np.ndarray]
-    """`version`, `truncated` and `rewards` as they are stored; `log_importance`, the clipped log of reference / behaviour
-    probability (0 where that is unknown); `has_lag`, whether the policy of some version generated the response."""
+    """One array per fact. `ids`: bytes of each response's token ids, int32, ~id where the policy did not choose the token.
+    `floats`: bytes of its tokens' log_ref, behaviour and policy log-probs (and step values), float32 [T, 3 or 4]. `version`,
+    `truncated` and `rewards` [R, C]. `log_importance`: the clipped log of reference / behaviour probability, 0 where that is
+    unknown. `has_lag`: whether the policy of some version generated the response."""
     reference_version: int
     """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
         """Number of responses."""
-        return len(self.ids)
+        return len(self.columns["ids"])
 
     def take(self, responses: Sequence[int]) -> PackedGroup:
         """Some of the responses, in the order given."""
         if len(responses) == len(self):
             return self
         return PackedGroup(
-            ids=[self.ids[r] for r in responses],
-            floats=[self.floats[r] for r in responses],
             columns={name: column[responses] for name, column in self.columns.items()},
             reference_version=self.reference_version,
         )
@@ -73,9 +71,9 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     with np.errstate(over="ignore"):
         rewards = columns.components(reward_names).astype(np.float32)
     return PackedGroup(
-        ids=cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
-        floats=cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
         columns={
+            "ids": cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
+            "floats": cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
             "version": columns.versions.astype(np.int32),
             "truncated": np.array([finish == "length" for finish in columns.finishes]),
             "rewards": rewards,
@@ -87,10 +85,13 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     )
 
 
-def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
-    """The memory of each response, in proportion to its number of tokens."""
+def cut(memory: bytes, lengths: np.ndarray) -> np.ndarray:
+    """The memory of each response, in proportion to its number of tokens: bytes objects, which Python's allocator takes back
+    one by one."""
     width = len(memory) // max(1, int(lengths.sum()))
-    return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
+    found = np.empty(len(lengths), object)
+    found[:] = [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
+    return found
 
 
 def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
@@ -134,17 +135,16 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
     its first one with weight 0, which costs nothing: equal responses are computed once."""
     K = samples_per_prompt
     real_PK = np.arange(K) < np.array([len(positions) for _, positions in chosen])[:, None]
-    padded = [(entry, _padded(own, K)) for entry, own in chosen]
-    ids = [entry.ids[position] for entry, own in padded for position in own.tolist()]
-    lengths = np.array([len(own) // 4 for own in ids], np.int64)
-    ids_N, loss_mask_N = unpack_ids(b"".join(ids))
-    joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])
-    floats = np.frombuffer(joined, np.float32).reshape(len(ids_N), -1)
+    padded = [(entry, np.concatenate([own, np.repeat(own[:1], K - len(own))])) for entry, own in chosen]
 
     def column(name: str) -> np.ndarray:
         values = np.concatenate([entry.columns[name][own] for entry, own in padded])
         return values.reshape(len(padded), K, *values.shape[1:])
 
+    ids = column("ids").ravel().tolist()
+    lengths = np.array([len(own) // 4 for own in ids], np.int64)
+    ids_N, loss_mask_N = unpack_ids(b"".join(ids))
+    floats = np.frombuffer(b"".join(column("floats").ravel().tolist()), np.float32).reshape(len(ids_N), -1)
     rewards_PKC = column("rewards")
     return Batch(
         prompt_ids=tuple(entry.prompt_id for entry, _ in chosen),
@@ -169,10 +169,6 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
             tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
         ),
     )
-
-
-def _padded(positions: np.ndarray, count: int) -> np.ndarray:
-    return np.concatenate([positions, np.repeat(positions[:1], count - len(positions))])
 
 
 def _prompt_tokens(prompts: Sequence[np.ndarray]) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """The replay buffer: add groups as they arrive, sample P prompts x K responses in the order of their arrival (the default)
 or by the paper's mixed rule.
 
-Read in this order: this file; prompts.py (one prompt's responses, and which prompt is next); sampling.py (the rules by which
-a batch is chosen); batching.py (what is stored of a group, and how a batch is made of it).
+Read in this order: this file; sampling.py (one prompt's responses, and the rules by which a batch is chosen); batching.py
+(what is stored of a group, and how a batch is made of it).
 
 An arrival number counts responses in the order in which they were stored, and names a response for good.
 """
@@ -17,12 +17,13 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
-from tba.replay.prompts import PromptDraws, PromptEntry
-from tba.replay.sampling import BufferedGroup, Choice, GroupQueue, MixedRule
+from tba.replay.sampling import BufferedGroup, Choice, GroupQueue, MixedRule, PromptDraws, PromptEntry
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
 """Token ids of prompts and of responses, one for one -> reference log-probs of each response's tokens."""
+NO_VERSION = 2**31 - 1
+"""Version of responses that have no lag: none is as new."""
 
 
 class ReplayEmpty(RuntimeError):
@@ -48,13 +49,11 @@ class ReplayBuffer:
         truncated_reward: float | None = None,
         uses_per_group: int | None = None,
         max_waiting_groups: int | None = None,
-        expires: bool = False,
     ) -> None:
         """`reward_names` are the reward components to store; `reward_weights` combine them into the score that the softmax
         draws by. `step_values` says whether Monte-Carlo values of step prefixes are stored too. `truncated_reward` replaces
         the score of cut-off responses, None = they keep their own. `uses_per_group` is the number of draws after which a
-        group leaves the queue, None = there is no queue, and `max_waiting_groups` bounds it. `expires` says whether old
-        responses are asked to leave (`expire`)."""
+        group leaves the queue, None = there is no queue, and `max_waiting_groups` bounds it."""
         self.config = config
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -67,7 +66,6 @@ class ReplayBuffer:
         self._mixed = MixedRule(1.0 if config.on_policy_probability is None else config.on_policy_probability)
         self._queue = None if uses_per_group is None else GroupQueue(uses_per_group, max_waiting=max_waiting_groups)
         """Groups in the order of their arrival."""
-        self._expires = expires
         self._entries: dict[int, PromptEntry] = {}
         """Entries by index; each has at least one response."""
         self._entry_of: dict[tuple[str, int], PromptEntry] = {}
@@ -76,9 +74,6 @@ class ReplayBuffer:
         """All groups, oldest first; those whose responses have all left may still be listed."""
         self._draws: dict[int, PromptDraws] = {}
         """Prompts to draw by reference version: a batch never mixes references."""
-        self._of_version: dict[int, list[tuple[int, list[int]]]] = {}
-        """(entry, arrival numbers) by the version that their lag is counted from, where old ones expire. Responses that have
-        left may still be listed."""
         self._first_arrivals: deque[tuple[int, int]] = deque()
         """(step, arrival number of its first response) for the steps of the fresh window."""
         self.marks = HighWaterMarks()
@@ -170,11 +165,12 @@ class ReplayBuffer:
         """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported responses and those of
         the reference have no lag and stay."""
         before = len(self)
-        for version in [version for version in self._of_version if version < oldest_version]:
-            for index, arrivals in self._of_version.pop(version):
-                entry = self._entries.get(index)
-                if entry is not None:
-                    self._remove(entry, entry.find(arrivals))
+        # Group by group: this is asked at every step, and most groups are young enough to be passed by their number alone.
+        for group in self._groups:
+            if group.oldest_version < oldest_version and len(positions := group.positions(self._entries)):
+                entry = self._entries[group.entry]
+                has_lag, version = (entry.columns[name][positions] for name in ("has_lag", "version"))
+                self._remove(entry, positions[has_lag & (version < oldest_version)])
         self._counts["expired"] += before - len(self)
         return before - len(self)
 
@@ -184,7 +180,7 @@ class ReplayBuffer:
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
         before = len(self)
         for entry in [entry for entry in self._entries.values() if entry.reference_version < version_below]:
-            self._remove(entry, entry.live())
+            self._remove(entry, entry.since(0))
         if self._queue is not None:
             self._queue.forget_empty(self._entries)
         self._counts["dropped"] += before - len(self)
@@ -193,12 +189,12 @@ class ReplayBuffer:
     def recompute_reference(self, version: int, score: ScoreFunction) -> int:
         """Replace every log_ref by the one of the reference `version`; returns the number of responses scored anew."""
         for entry in self._entries.values():
-            positions = entry.live().tolist()
-            ids = [unpack_ids(entry.ids[position])[0] for position in positions]
-            for position, log_ref in zip(positions, score([entry.prompt_tokens] * len(ids), ids)):
-                floats = np.frombuffer(entry.floats[position], np.float32).reshape(len(log_ref), -1).copy()
+            stored = entry.columns["floats"]
+            ids = [unpack_ids(own)[0] for own in entry.columns["ids"]]
+            for position, log_ref in enumerate(score([entry.prompt_tokens] * len(ids), ids)):
+                floats = np.frombuffer(stored[position], np.float32).reshape(len(log_ref), -1).copy()
                 floats[:, 0] = log_ref
-                entry.floats[position] = floats.tobytes()
+                stored[position] = floats.tobytes()
             entry.reference_version = version
         self._entry_of = {(entry.prompt_id, version): entry for entry in self._entries.values()}
         if self._draws:
@@ -225,20 +221,20 @@ class ReplayBuffer:
         """What is stored, in which order it will be drawn, what was counted, and the random state: everything but the
         settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
         entries = list(self._entries.values())
-        live = [entry.live() for entry in entries]
-        ids = [e.ids[position] for e, own in zip(entries, live) for position in own.tolist()]
-        floats = [e.floats[position] for e, own in zip(entries, live) for position in own.tolist()]
-        names = [name for name in entries[0].columns if name != "logit"] if entries else []
+        columns = {
+            name: np.concatenate([entry.columns[name] for entry in entries])
+            for name in (entries[0].columns if entries else ())
+            if name != "logit"
+        }
+        ids, floats = (columns.pop(name).tolist() if entries else [] for name in ("ids", "floats"))
         return {
             **{name: getattr(self, name) for name in STATE},
             "entries": [
-                (e.index, e.prompt_id, e.reference_version, e.newest_group_arrival, len(own), len(e.prompt_tokens))
-                for e, own in zip(entries, live)
+                (e.index, e.prompt_id, e.reference_version, e.newest_group_arrival, len(e), len(e.prompt_tokens))
+                for e in entries
             ],
             "prompt_tokens": np.concatenate([entry.prompt_tokens for entry in entries]) if entries else None,
-            "columns": {
-                name: np.concatenate([e.columns[name][own] for e, own in zip(entries, live)]) for name in names
-            },
+            "columns": columns,
             "lengths": np.array([len(own) // 4 for own in ids], np.int64),
             "ids": bytearray().join(ids),
             "floats": bytearray().join(floats),
@@ -254,23 +250,23 @@ class ReplayBuffer:
         if self._queue is not None:
             queued = state["groups"] if state["queue"] is None else state["queue"]
             self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
-        columns = self._with_logits(state["columns"])
-        ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
+        memory = {name: cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats")}
+        columns = self._with_logits({**state["columns"], **memory})
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
         for index, prompt_id, reference_version, newest_group_arrival, num_responses, num_tokens in state["entries"]:
             own, prompt_tokens = slice(first, first + num_responses), slice(first_token, first_token + num_tokens)
             prompt = Prompt(id=prompt_id, token_ids=state["prompt_tokens"][prompt_tokens], text="")
             entry = self._make_entry(index, prompt, reference_version)
-            entry.append(ids[own], floats[own], {name: column[own] for name, column in columns.items()})
+            # Copies: a view would keep the memory of all prompts for as long as one response of this one stays.
+            entry.append({name: column[own].copy() for name, column in columns.items()})
             entry.newest_group_arrival = newest_group_arrival
             self._entries[index] = self._entry_of[prompt_id, reference_version] = entry
             first, first_token = own.stop, prompt_tokens.stop
 
     def _make_entry(self, index: int, prompt: Prompt, reference_version: int) -> PromptEntry:
         tokens = np.array(prompt.token_ids, np.int32)
-        return PromptEntry(
-            index, prompt.id, tokens, reference_version, position_of={} if self.config.deduplicate else None
-        )
+        arrival_of: dict[bytes, int] | None = {} if self.config.deduplicate else None
+        return PromptEntry(index, prompt.id, tokens, reference_version, arrival_of=arrival_of)
 
     def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
         """The prompt's entry. A new one is registered once it has a response: what follows may still raise or refuse."""
@@ -285,7 +281,7 @@ class ReplayBuffer:
         """The group without copies inside it (the last one stays) and without more than fits."""
         keep = list(range(len(packed)))
         if self.config.deduplicate:
-            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
+            keep = sorted({tokens: response for response, tokens in enumerate(packed.columns["ids"])}.values())
             self._counts["duplicates"] += len(packed) - len(keep)
         # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
         return packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
@@ -293,11 +289,11 @@ class ReplayBuffer:
     def _make_room(self, packed: PackedGroup, entry: PromptEntry) -> None:
         """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
         oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
-        if entry.position_of:
-            copies = [position for tokens in packed.ids if (position := entry.position_of.get(tokens)) is not None]
+        if entry.arrival_of:
+            copies = [entry.arrival_of[own] for own in packed.columns["ids"] if own in entry.arrival_of]
             self._counts["duplicates"] += len(copies)
-            self._remove(entry, np.array(copies, np.int64), keep=entry)
-        self._evict(entry, entry.num_responses + len(packed) - self._capacity_per_prompt, keep=entry)
+            self._remove(entry, entry.columns["arrival"].searchsorted(copies), keep=entry)
+        self._evict(entry, len(entry) + len(packed) - self._capacity_per_prompt, keep=entry)
         while (excess := len(self) + len(packed) - self.config.capacity) > 0:
             oldest = self._groups[0]
             num_stored = len(oldest.positions(self._entries))
@@ -310,13 +306,15 @@ class ReplayBuffer:
         """Remove the oldest responses of an entry."""
         if count > 0:
             self._counts["evicted"] += count
-            self._remove(entry, entry.oldest(count), keep=keep)
+            self._remove(entry, np.arange(count), keep=keep)
 
     def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
         """Take responses out; an entry left empty goes too, except the one about to be filled."""
+        if not len(positions):
+            return
         self._num_tokens -= entry.discard(positions)
         self._num_responses -= len(positions)
-        if entry.num_responses == 0 and entry is not keep:
+        if not len(entry) and entry is not keep:
             draws = self._draws[entry.reference_version]
             draws.remove(entry.index)
             if not len(draws.all):
@@ -327,20 +325,16 @@ class ReplayBuffer:
     def _store(self, packed: PackedGroup, entry: PromptEntry, step: int) -> None:
         first, end = self._next_arrival, self._next_arrival + len(packed)
         columns = dict(packed.columns)
-        has_lag = columns.pop("has_lag")
-        columns["arrival"] = arrival = np.arange(first, end)
+        columns["arrival"] = np.arange(first, end)
+        # What a trainer that died had published is no weights of this one: no response is younger than the step.
         columns["version"] = version = np.minimum(columns["version"], step)
         columns["score"] = score = combine_rewards(columns["rewards"], self._reward_weights)
         if self._truncated_reward is not None:
             score[columns["truncated"]] = self._truncated_reward
-        entry.append(packed.ids, packed.floats, self._with_logits(columns))
+        entry.append(self._with_logits(columns))
         self._next_arrival = end
         self._num_responses += len(packed)
-        self._num_tokens += sum(map(len, packed.ids)) // 4
-        if self._expires:
-            for own in np.unique(version[has_lag]).tolist():
-                arrivals = arrival[has_lag & (version == own)].tolist()
-                self._of_version.setdefault(own, []).append((entry.index, arrivals))
+        self._num_tokens += sum(map(len, columns["ids"])) // 4
         if entry.index not in self._entries:
             self._entries[entry.index] = entry
             self._entry_of[entry.prompt_id, entry.reference_version] = entry
@@ -349,7 +343,8 @@ class ReplayBuffer:
         if not self._first_arrivals or self._first_arrivals[-1][0] < step:
             self._first_arrivals.append((step, first))
             self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
-        self._list(BufferedGroup(entry.index, first, end))
+        oldest_version = int(version.min(where=columns["has_lag"], initial=NO_VERSION))
+        self._list(BufferedGroup(entry.index, first, end, oldest_version))
 
     def _with_logits(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The columns, and the logits that weighted draws go by."""
@@ -392,12 +387,12 @@ class ReplayBuffer:
 
 
 def _numbers(groups: Collection[BufferedGroup]) -> np.ndarray:
-    numbers = [(group.entry, group.first, group.end, group.uses) for group in groups]
-    return np.array(numbers, np.int64).reshape(-1, 4)
+    numbers = [(group.entry, group.first, group.end, group.oldest_version, group.uses) for group in groups]
+    return np.array(numbers, np.int64).reshape(-1, 5)
 
 
 STATE = (
-    *("rng", "marks", "_draws", "_of_version", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
+    *("rng", "marks", "_draws", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
     *("_next_arrival", "_next_entry", "_num_responses", "_num_tokens"),
 )
 """What a state holds as it is."""

@@ -5,25 +5,66 @@ responses each of these takes a tenth of the time that 256 small objects and 640
 single responses, columns are a sequence of trajectories like any other: they are made when they are asked for.
 
 Axis letters: R responses of a group, C reward components, N tokens of responses end to end.
+
+In the durable replay a group is bytes, its payload, with every field of a TrajectoryGroup and without pickle:
+
+    bytes 0-3     b"TBA1"
+    bytes 4-7     length H of the header, uint32
+    H bytes       header: ASCII JSON
+    the rest      arrays end to end, in the order of ARRAYS; every number is little-endian
+
+The header holds `id`, `searcher`, `lost`, `visit`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
+as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names
+of their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple
+becomes a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and
+named in `left_out`; the task has them under the prompt's id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from tba.types import Completion, Finish, Trajectory, TrajectoryGroup, total_reward
+from tba.types import Completion, Finish, Prompt, Trajectory, TrajectoryGroup, total_reward
+
+MAGIC = b"TBA1"
+PREFIX = struct.Struct("<4sI")
+ARRAYS: dict[str, np.dtype[Any]] = {
+    "prompt": np.dtype("<i4"),
+    "rewards": np.dtype("<f8"),
+    "token_ids": np.dtype("<i4"),
+    "behaviour": np.dtype("<f4"),
+    "policy": np.dtype("<f4"),
+    "log_ref": np.dtype("<f4"),
+    "step_values": np.dtype("<f4"),
+    "loss_mask": np.dtype(np.bool_),
+}
+"""Arrays of a payload: token ids of the prompt; reward components, response after response; the columns of all responses'
+tokens, of which step_values are there only for responses that have them."""
+LISTS = {
+    "prompt_id": "prompt_ids",
+    "sample_index": "sample_indices",
+    "finish": "finishes",
+    "num_prefix_tokens": "num_prefix_tokens",
+    "reference_version": "reference_versions",
+    "has_step_values": "has_step_values",
+}
+"""Fields of ResponseColumns that are lists, by their key in the header."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResponseColumns(Sequence[Trajectory]):
     """R responses with N tokens in all. Lists have an entry per response, arrays of N lie end to end.
 
-    `pack_responses` makes them from trajectories, `payload.decode` from the bytes of a stored group.
+    `pack_responses` makes them from trajectories, `decode` from the bytes of a stored group.
     """
 
     prompt_ids: list[str]
@@ -179,3 +220,109 @@ def _check_lengths(trajectory: Trajectory, group_id: str) -> None:
             f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but Monte-Carlo values of "
             f"{len(trajectory.step_values)}: they must be as many."
         )
+
+
+def encode(group: TrajectoryGroup) -> bytes:
+    """The payload of a group."""
+    columns, prompt = columns_of(group), group.prompt
+    header = {
+        "id": group.id,
+        "searcher": group.searcher,
+        "lost": group.num_lost,
+        **({"why_lost": group.why_lost} if group.why_lost else {}),
+        "visit": group.visit,
+        "prompt": {
+            "id": prompt.id,
+            "text": prompt.text,
+            "columns": prompt.columns,
+            "tokens": len(prompt.token_ids),
+        },
+        "tokens": columns.lengths.tolist(),
+        "version_spans": columns.version_spans,
+        "rewards": columns.reward_names,
+        **{key: getattr(columns, name) for key, name in LISTS.items()},
+    }
+    text = _header(header)
+    arrays = [prompt.token_ids, *(getattr(columns, name) for name in ARRAYS if name != "prompt")]
+    parts = [array.astype(dtype, copy=False).tobytes() for array, dtype in zip(arrays, ARRAYS.values())]
+    return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
+
+
+def decode(payload: bytes) -> TrajectoryGroup:
+    """The group of a payload; a ValueError where it is none."""
+    magic, length = PREFIX.unpack_from(payload)
+    if magic != MAGIC:
+        raise ValueError(f"begins with {magic!r} instead of {MAGIC!r}")
+    header = json.loads(payload[PREFIX.size : PREFIX.size + length])
+    tokens, prompt = header["tokens"], header["prompt"]
+    lengths = dict.fromkeys(ARRAYS, sum(tokens)) | {
+        "prompt": prompt["tokens"],
+        "rewards": sum(len(names) for names in header["rewards"]),
+        "step_values": sum(count for count, has in zip(tokens, header["has_step_values"]) if has),
+    }
+    arrays, offset = {}, PREFIX.size + length
+    for name, dtype in ARRAYS.items():
+        # Copied once: views of the payload could not be written to, and would keep all of it in memory.
+        arrays[name] = np.frombuffer(payload, dtype, lengths[name], offset).copy()
+        offset += arrays[name].nbytes
+    prompt_tokens = arrays.pop("prompt")
+    spans = [tuple((first, version) for first, version in own) for own in header["version_spans"]]
+    columns = ResponseColumns(
+        lengths=np.array(tokens, np.int64),
+        version_spans=spans,
+        versions=np.array([min(version for _, version in own) for own in spans], np.int64),
+        reward_names=[tuple(names) for names in header["rewards"]],
+        **{name: header[key] for key, name in LISTS.items()},
+        **arrays,
+    )
+    return TrajectoryGroup(
+        id=header["id"],
+        prompt=Prompt(id=prompt["id"], token_ids=prompt_tokens, text=prompt["text"], columns=prompt["columns"]),
+        trajectories=columns,
+        num_lost=header["lost"],
+        why_lost=header.get("why_lost", ""),
+        visit=header["visit"],
+        searcher=header["searcher"],
+    )
+
+
+def _header(header: dict[str, Any]) -> bytes:
+    try:
+        return ENCODER.encode(header).encode("ascii")
+    except (TypeError, ValueError):
+        prompt = header["prompt"]
+        kept = {name: value for name, value in prompt["columns"].items() if _is_json(value)}
+        left_out = sorted(set(prompt["columns"]) - set(kept))
+        return ENCODER.encode({**header, "prompt": {**prompt, "columns": kept, "left_out": left_out}}).encode("ascii")
+
+
+def _mapping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"JSON cannot hold a {type(value).__name__}")
+
+
+ENCODER = json.JSONEncoder(separators=(",", ":"), default=_mapping)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        ENCODER.encode(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def acknowledged_log() -> Callable[[TrajectoryGroup], None] | None:
+    """Notes each group that this process has been told is stored, by id and CRC-32 of its payload, in a file of its own in
+    the folder TBA_ACKNOWLEDGED_LOG; None where that is not set. An audit compares the notes with the durable replay."""
+    folder = os.environ.get("TBA_ACKNOWLEDGED_LOG")
+    if folder is None:
+        return None
+    file = os.open(os.path.join(folder, f"{os.getpid()}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def note(group: TrajectoryGroup) -> None:
+        # One system call a line: a kill leaves whole lines.
+        os.write(file, f"{group.id} {zlib.crc32(encode(group)):08x}\n".encode())
+
+    return note

@@ -1,4 +1,4 @@
-"""The file of the durable replay: its schema, where it lies, and how it is opened and read.
+"""The file of the durable replay: its schema, where it lies, how it is opened and read, and what becomes of lost groups.
 
 Table `groups` has a row for each group, table `incarnations` the highest group number of each incarnation of a sender. Any
 SQLite client can open the file, also while a run writes it.
@@ -10,18 +10,20 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sqlite3
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from tba.observe.files import sync, write_atomic
-from tba.replay.payload import decode
+from tba.replay.columns import decode
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba.replay")
@@ -46,10 +48,13 @@ CREATE TABLE groups (
     rewards TEXT NOT NULL,           -- JSON object: mean of each reward component over the responses that have it
     time REAL NOT NULL,              -- seconds since 1970 when it was received
     checksum INTEGER NOT NULL,       -- CRC-32 of the columns above as a JSON array, then of the payload
-    payload BLOB NOT NULL            -- the group itself: tba/replay/payload.py has the layout
+    payload BLOB NOT NULL            -- the group itself: tba/replay/columns.py has the layout
 );
 CREATE TABLE incarnations (incarnation TEXT PRIMARY KEY, highest INTEGER NOT NULL) WITHOUT ROWID;
 """
+
+INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Endings of the names of the files that a database is made of."""
@@ -141,18 +146,6 @@ def open_database(path: Path, durability: Durability) -> sqlite3.Connection:
     return database
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """The database to read from."""
-    if not path.is_file():
-        raise DurableReplayError(f"there is no durable replay at {path}: the run was made with replay.durability=off.")
-    try:
-        database = open_read_only(path)
-        check_schema(database, path)
-    except DAMAGED as error:
-        raise unreadable(path, error) from None
-    return database
-
-
 def open_read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
 
@@ -160,20 +153,17 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """The database to read from, for the length of a `with` block; a damaged file is one clear error."""
-    database = connect(path)
+    if not path.is_file():
+        raise DurableReplayError(f"there is no durable replay at {path}: the run was made with replay.durability=off.")
     try:
-        yield database
+        with closing(open_read_only(path)) as database:
+            check_schema(database, path)
+            yield database
     except DAMAGED as error:
-        raise unreadable(path, error) from None
-    finally:
-        database.close()
-
-
-def unreadable(path: Path, error: Exception) -> DurableReplayError:
-    return DurableReplayError(
-        f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
-        "`sqlite3 FILE .recover` may save what is left."
-    )
+        raise DurableReplayError(
+            f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
+            "`sqlite3 FILE .recover` may save what is left."
+        ) from None
 
 
 def check_schema(database: sqlite3.Connection, path: Path) -> None:
@@ -204,27 +194,24 @@ def failure(what: str, path: Path, error: Exception) -> str:
 
 def place_database(home: Path) -> Path:
     """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is on a
-    network filesystem, in the folder for temporary files. The file replay.location beside `home` then has the path, which
+    network filesystem, in a folder for temporary files. The file replay.location beside `home` then has the path, which
     holds also where that folder is another one now."""
     kind, found = network_filesystem(home.parent), find_database(home)
     if kind is None and found == home:
         return home
+    # The name is of this run folder: one that was copied from another run must not write into the other's database.
     digest = blake2b(str(home.resolve()).encode(), digest_size=6).hexdigest()
     name = f"{home.parent.name}-{digest}.sqlite"
-    if found.name == name and found.is_file():
-        local = found
-    else:  # a new run, one that was copied back, or a folder that was moved, or copied from that of another run
-        local = home if kind is None else _temporary_folder(home, kind) / name
-        source = found if found.is_file() else home
-        if source != local:
-            remove_database(local)  # of an earlier run in a folder of this name
-            if source.is_file():
-                with closing(open_read_only(source)) as original, closing(sqlite3.connect(local)) as copy:
-                    original.backup(copy)
-        if local == home:
-            location_file(home).unlink()
-            return home
-        write_atomic(location_file(home), f"{local}\n")
+    local = home if kind is None else found if found.name == name and found.is_file() else _temporary(home, kind) / name
+    source = found if found.is_file() else home
+    if source != local and source.is_file():
+        remove_database(local)
+        with closing(open_read_only(source)) as original, closing(sqlite3.connect(local)) as copy:
+            original.backup(copy)
+    if kind is None:
+        location_file(home).unlink()
+        return home
+    write_atomic(location_file(home), f"{local}\n")
     logger.warning(
         "%s is on a network filesystem (%s), where SQLite is not safe: replay is written to %s and copied back at the end.",
         *(home.parent, kind, local),
@@ -232,18 +219,15 @@ def place_database(home: Path) -> Path:
     return local
 
 
-def _temporary_folder(home: Path, kind: str) -> Path:
+def _temporary(home: Path, kind: str) -> Path:
+    """A new folder on a local disk that no other user can read."""
     temporary = Path(tempfile.gettempdir())
     if network_filesystem(temporary) is not None:
         raise DurableReplayError(
             f"durable replay: neither {home.parent} ({kind}) nor {temporary} is a local disk, which SQLite needs: set "
             "TMPDIR to a local folder, or train without durable replay (replay.durability=off)."
         )
-    folder = temporary / f"tba-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise DurableReplayError(f"durable replay: {folder} belongs to another user: set TMPDIR to another folder.")
-    return folder
+    return Path(tempfile.mkdtemp(prefix="tba-"))
 
 
 def find_database(home: Path) -> Path:
@@ -284,3 +268,106 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
             found = depth, after.split()[0]
     kind = found[1]
     return kind if kind == "fuse" or kind.startswith(NETWORK_FILESYSTEMS) else None
+
+
+# A file that has lost groups. A run that resumes compares it with the number of the group that was committed last, looks for
+# damage, and goes on without the lost groups only where its caller accepts that.
+
+
+def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool) -> None:
+    """Raise a DurableReplayError where groups are lost that a resumed run needs; `home` is where its file belongs. With
+    `accept_lost` that is a warning, and a damaged file is put aside and replaced by one with the readable groups.
+
+    `last_row` is the last group that the checkpoint knows of; with `gives_up` later ones are not needed.
+    """
+    noted, path = read_stored(home), find_database(home)
+    stored = last_row if noted is None else noted
+    where = path if path.is_file() else home
+    found = examine(where, last=stored)
+    lost = found.unreadable + max(0, (min(stored, last_row) if gives_up else stored) - found.newest)
+    if not lost and found.damage is None:
+        return
+    if found.damage is not None:
+        what = f"{where} is damaged ({found.damage})"
+    elif where == path and path.is_file():
+        what = f"{path} lacks the newest groups"
+    else:
+        copy = f", and {where} is an older copy" if where.is_file() else ""
+        what = f"{path} does not exist on {socket.gethostname()}{copy}"
+    words = f"durable replay: {what}. {lost} of {max(stored, found.newest)} stored groups are lost"
+    if not accept_lost:
+        raise DurableReplayError(
+            f"{words}. Restore the file from a copy, or go on with the groups that it and the checkpoint still have: `tba "
+            f"train {home.parent} --resume --accept-lost-replay` (in Python accept_lost_replay=True)."
+        )
+    aside = f" The damaged file is now {salvage(where, found.readable)}." if found.damage is not None else ""
+    logger.warning("%s, and the run goes on without them.%s", words, aside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a file holds: Found(readable=[1, 2, 4], unreadable=1, newest=4, damage="database disk image is malformed")"""
+
+    readable: list[int]
+    """Arrival numbers of the groups that match their checksums."""
+    unreadable: int
+    """Number of the other groups."""
+    newest: int
+    """Arrival number of the newest group, readable or not."""
+    damage: str | None
+    """What is wrong with the file; None = nothing."""
+
+
+def examine(path: Path, *, last: int) -> Found:
+    """Read every group of a file; `last` is the number up to which groups are looked for where the file cannot list them."""
+    if not path.is_file():
+        return Found(readable=[], unreadable=0, newest=0, damage=None)
+    readable, unreadable, damage = [], 0, None
+    with closing(_open_damaged(path)) as database:
+        try:
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            damage = None if verdict == "ok" else verdict.splitlines()[-1]
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            if tables and version != SCHEMA_VERSION:  # an error when it is opened
+                return Found(readable=[], unreadable=0, newest=last, damage=None)
+            listed = "SELECT arrival FROM groups ORDER BY arrival" if tables else "SELECT 0 WHERE FALSE"
+            arrivals = [arrival for (arrival,) in database.execute(listed)]
+        except sqlite3.DatabaseError as error:
+            damage, arrivals = damage or str(error), list(range(1, last + 1))
+        for arrival in arrivals:
+            try:
+                if raw_row(database, arrival) is not None:
+                    readable.append(arrival)
+            except (ValueError, sqlite3.DatabaseError):
+                unreadable += 1
+    damage = damage or ("checksums do not match" if unreadable else None)
+    return Found(readable=readable, unreadable=unreadable, newest=max(arrivals, default=0), damage=damage)
+
+
+def _open_damaged(path: Path) -> sqlite3.Connection:
+    database = open_read_only(path)
+    with suppress(sqlite3.DatabaseError):  # no database at all
+        database.execute("PRAGMA writable_schema = ON")  # or no group of a truncated file could be read
+    return database
+
+
+def salvage(path: Path, readable: list[int]) -> Path:
+    """Make a new file of the readable groups in the place of a damaged one; returns where that is now."""
+    # The damaged file is read to the end before it is moved: a kill in between changes nothing.
+    fresh = path.with_name(f"{path.name}.salvaged")
+    remove_database(fresh)
+    with closing(_open_damaged(path)) as damaged, closing(open_database(fresh, "process")) as database:
+        database.execute("BEGIN")
+        database.executemany(INSERT, (row for arrival in readable if (row := raw_row(damaged, arrival))))
+        database.execute("INSERT INTO incarnations SELECT incarnation, MAX(number) FROM groups GROUP BY incarnation")
+        with suppress(sqlite3.DatabaseError):  # numbers of groups that have left
+            database.executemany(RAISE_MARK, damaged.execute("SELECT * FROM incarnations").fetchall())
+        database.execute("COMMIT")
+        database.execute("PRAGMA journal_mode = DELETE")
+    aside = next(name for n in count(1) if not (name := path.with_name(f"{path.name}.damaged-{n}")).exists())
+    for suffix in SUFFIXES:
+        with suppress(FileNotFoundError):
+            os.replace(path.with_name(path.name + suffix), aside.with_name(aside.name + suffix))
+    os.replace(fresh, path)
+    return aside

@@ -3,7 +3,7 @@
 A background thread writes groups in batches; a group is acknowledged to its searcher only when it is committed. The highest
 group number of each incarnation of a sender is written in the same transaction: no group id is stored twice. Rows leave in
 the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again, so that the file
-stops growing. database.py has the schema and reads the file, payload.py makes the bytes of a group.
+stops growing. database.py has the schema and reads the file, columns.py makes the bytes of a group.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,29 +27,27 @@ import numpy as np
 from tba.config import Config
 from tba.observe.files import sync
 from tba.observe.run_folder import RunFolder
-from tba.replay.columns import columns_of
+from tba.replay.columns import columns_of, encode
 from tba.replay.database import (
+    INSERT,
+    RAISE_MARK,
     Durability,
     DurableReplayError,
     StoredGroup,
     checksum,
-    connect,
     failure,
     load_groups,
     location_file,
     open_database,
+    open_read_only,
     place_database,
     remove_database,
     stored_file,
 )
-from tba.replay.payload import encode
 from tba.runtime.board import TRAINER_FIELDS, Row
 from tba.runtime.channels import wait_until
 from tba.runtime.deadlines import Waiting
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
-
-INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
 GATHER_GROUPS, GATHER_SECONDS = 16, 0.1
 """Groups that the writer gathers before a commit, and the longest time that it does so: committed one by one, they would
@@ -101,15 +101,15 @@ class GroupStore:
         self._num_responses = responses or 0
         self._stored = os.open(stored_file(self.final_copy or self.path), os.O_WRONLY | os.O_CREAT, 0o644)
         self._note_stored(self.last_arrival)
-        self._changed = threading.Condition()
-        """Guards all that follows."""
-        self._pending: list[_Pending] = []
-        self._uncommitted_bytes = 0
-        self._num_appended, self._num_committed, self._num_wanted = 0, 0, 0
-        """Counts of calls of `append`; those up to `_num_wanted` are to be committed now, without gathering."""
-        self._closing = False
-        self._committed: list[str] = []
+        self._inbox: SimpleQueue[_Pending | threading.Event | None] = SimpleQueue()
+        """For the writer: groups, events to set once all groups before are committed, and None at the end."""
+        # Each of these has one thread that changes it, so that none needs a lock.
+        self._num_appended, self._appended_bytes, self._closed = 0, 0, False
+        self._num_committed, self._committed_bytes = 0, 0
+        self._committed: deque[str] = deque()
+        """Ids for `committed`; the writer puts them in, the caller takes them out."""
         self._error: DurableReplayError | None = None
+        """Set by the writer, which commits nothing from then on."""
         self._told = False
         """Whether the error was raised in the caller."""
         self._writer = threading.Thread(target=self._write, daemon=True, name="durable-replay")
@@ -123,7 +123,7 @@ class GroupStore:
     def append(self, group: TrajectoryGroup, *, step: int) -> bool:
         """Have a group written that arrived at an optimizer step. False where it came before: it is not written again, but
         `committed` names it, because its sender did not learn that it was."""
-        assert not self._closing, "append after close"
+        assert not self._closed, "append after close"
         group_id = GroupId.parse(group.id)
         new = not self._marks.passed(group_id)
         num_bytes = BYTES_PER_GROUP + BYTES_PER_TOKEN * len(columns_of(group).token_ids) if new else 0
@@ -144,6 +144,7 @@ class GroupStore:
                 "the disk does not keep up. Use a faster one (output=...), or replay.durability=process or off"
             ),
         )
+        # Here and not in the writer: a copy that comes before the commit must be known as one.
         if new:
             self._marks.raise_to(group_id)
             self.last_arrival += 1
@@ -155,36 +156,30 @@ class GroupStore:
             time=self.clock(),
             num_bytes=num_bytes,
         )
-        with self._changed:
-            self._pending.append(pending)
-            self._num_appended += 1
-            self._uncommitted_bytes += num_bytes
-            if len(self._pending) in (1, GATHER_GROUPS):  # otherwise the writer is awake, or gathers
-                self._changed.notify_all()
+        self._num_appended += 1
+        self._appended_bytes += num_bytes
+        self._inbox.put(pending)
         return new
 
     def committed(self) -> list[str]:
         """Ids of the groups committed since the last call."""
-        with self._changed:
-            self._raise_error()
-            committed, self._committed = self._committed, []
-        return committed
+        self._raise_error()
+        return [self._committed.popleft() for _ in range(len(self._committed))]
 
     def flush(self) -> None:
         """Wait until everything that was appended before is committed."""
-        with self._changed:
-            appended = self._num_wanted = self._num_appended
-            self._changed.notify_all()
-            # Not until nothing waits: while another thread appends, that would not end.
-            self._changed.wait_for(lambda: self._error is not None or self._num_committed >= appended)
-            self._raise_error()
+        if not self._closed:
+            done = threading.Event()
+            self._inbox.put(done)
+            done.wait()
+        self._raise_error()
 
     def snapshot(self, path: Path) -> None:
         """Copy everything that was appended so far into one file, which is there whole or not at all."""
         self.flush()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with closing(connect(self.path)) as source, closing(sqlite3.connect(temporary)) as copy:
+            with closing(open_read_only(self.path)) as source, closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
                 copy.execute("PRAGMA journal_mode = DELETE")  # one file, which also opens where nothing can be written
             sync(temporary)
@@ -226,9 +221,8 @@ class GroupStore:
 
     def close(self) -> None:
         """Commit everything and end the writer; may be called more than once."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closed = True
+        self._inbox.put(None)
         self._writer.join()
         if not self._told:  # a second time it would hide what the first one led to
             self._raise_error()
@@ -236,11 +230,13 @@ class GroupStore:
             self.snapshot(self.final_copy)
             remove_database(self.path)
             location_file(self.final_copy).unlink(missing_ok=True)
+            with suppress(OSError):  # its folder, which was made for it alone
+                self.path.parent.rmdir()
 
     def _has_room(self, num_bytes: int) -> bool:
-        with self._changed:
-            self._raise_error()
-            return not self._uncommitted_bytes or self._uncommitted_bytes + num_bytes <= MAX_PENDING_BYTES
+        self._raise_error()
+        waiting = self._appended_bytes - self._committed_bytes
+        return not waiting or waiting + num_bytes <= MAX_PENDING_BYTES
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -248,37 +244,40 @@ class GroupStore:
             raise self._error
 
     def _write(self) -> None:
-        """The writer's thread."""
-        try:
-            while batch := self._take():
-                self._commit(batch)
-                with self._changed:
-                    self._committed += [str(pending.id) for pending in batch]
+        """The writer's thread. After an error it goes on without writing, or a `flush` would wait for ever."""
+        ended = False
+        while not ended:
+            batch, flushed, ended = self._take()
+            try:
+                if batch and self._error is None:
+                    self._commit(batch)
+                    self._committed.extend(str(pending.id) for pending in batch)
                     self._num_committed += len(batch)
-                    self._uncommitted_bytes -= sum(pending.num_bytes for pending in batch)
-                    self._changed.notify_all()
+                    self._committed_bytes += sum(pending.num_bytes for pending in batch)
+            except Exception as error:
+                self._error = DurableReplayError(failure("could not be written", self.path, error))
+            if flushed is not None:
+                flushed.set()
+        if self._error is None:
             with suppress(sqlite3.OperationalError):  # somebody reads it: then the -wal file stays beside it
                 self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.execute("PRAGMA journal_mode = DELETE")
-        except Exception as error:
-            with self._changed:
-                self._error = DurableReplayError(failure("could not be written", self.path, error))
-                self._changed.notify_all()
-        finally:
-            self._database.close()
-            os.close(self._stored)
+        self._database.close()
+        os.close(self._stored)
 
-    def _take(self) -> list[_Pending]:
-        """All groups that wait; none at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closing)
-            self._changed.wait_for(self._gathered, timeout=GATHER_SECONDS)
-            batch, self._pending = self._pending, []
-        return batch
-
-    def _gathered(self) -> bool:
-        wanted = self._closing or self._num_wanted > self._num_committed
-        return wanted or len(self._pending) >= GATHER_GROUPS
+    def _take(self) -> tuple[list[_Pending], threading.Event | None, bool]:
+        """The groups to commit next, with the event of a `flush` that waits for them; and whether they are the last."""
+        batch: list[_Pending] = []
+        item, until = self._inbox.get(), time.monotonic() + GATHER_SECONDS
+        while isinstance(item, _Pending):
+            batch.append(item)
+            # A full batch takes what is there already, and waits no longer.
+            left = until - time.monotonic() if len(batch) < GATHER_GROUPS else 0.0
+            try:
+                item = self._inbox.get(timeout=max(0.0, left))
+            except Empty:
+                return batch, None, False
+        return batch, item, item is None
 
     def _commit(self, batch: list[_Pending]) -> None:
         database = self._database
@@ -289,6 +288,7 @@ class GroupStore:
                 database.execute(INSERT, self._make_row(pending, pending.group))
                 highest[pending.id.source] = pending.id.number
                 self._num_responses += len(pending.group.trajectories)
+        # In the same transaction as the rows: a group is stored and known, or neither.
         database.executemany(RAISE_MARK, highest.items())
         self._remove_oldest()
         database.execute("COMMIT")

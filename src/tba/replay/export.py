@@ -52,16 +52,6 @@ class GroupFilter:
     limit: int | None = None
     """Most groups; the newest are taken."""
 
-    def __post_init__(self) -> None:
-        bounds = {
-            "--min-reward and --max-reward": (self.min_reward, self.max_reward),
-            "--version": (self.first_version, self.last_version),
-            "--since and --until": (self.since, self.until),
-        }
-        for names, (least, most) in bounds.items():
-            if least is not None and most is not None and least > most:
-                raise ValueError(f"{names}: the first bound is above the second, so that no group is left. Swap them.")
-
     def arrivals(self, path: Path) -> list[int]:
         """Arrival numbers of the groups in a database, oldest first."""
         conditions = {
@@ -95,6 +85,7 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     header = ("arrival", "time", "group", "prompt", "step", "version", "responses", "reward", "components")
     lines: list[tuple[str, ...]] = [header]
     with reading(path) as database:
+        # Row by row: one that is damaged must not cost the listing of the others.
         for arrival in wanted.arrivals(path):
             try:
                 row = database.execute(
@@ -145,6 +136,7 @@ def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | No
     if not target.parent.is_dir():
         raise ValueError(f"--export {target}: there is no folder {target.parent}. Make it, or give another file.")
     check_may_replace("--export", target, _is_export)
+    # Beside the target, so that the rename is one move; hidden, so that no glob for exports finds half of one.
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         groups = load_groups(path, arrivals=wanted.arrivals(path))

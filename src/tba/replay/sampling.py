@@ -1,24 +1,79 @@
-"""How a batch is chosen: GroupQueue takes groups in the order of their arrival, MixedRule draws them by the paper's rule.
+"""Which responses a batch gets: GroupQueue takes groups in the order of their arrival, MixedRule draws them by the paper's
+rule; and what both choose from: a prompt's stored responses, and prompts drawn without replacement across batches.
 
 A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses. K
 responses are drawn without replacement; where there are fewer than K, all of them and no more: a response that came twice
 would weigh twice, and the loss of a short group is exact without it.
+
+A prompt is named by the index of its entry, so that one prompt under two reference versions is two.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-from tba.replay.prompts import DrawWithoutReplacement, PromptDraws, PromptEntry
-
 UNIFORM_SHARE = 0.5
 """Share of the old responses of a batch of one prompt that is drawn uniformly where the others are drawn by weight."""
 NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(eq=False, slots=True)
+class PromptEntry:
+    """The stored responses of one prompt under one reference version, oldest to newest.
+
+    PromptEntry(index=3, prompt_id="train-17", prompt_tokens=np.array([1, 40, 7], np.int32), reference_version=0)
+    """
+
+    index: int
+    """Name of the entry in the buffer; never given to another."""
+    prompt_id: str
+    prompt_tokens: np.ndarray
+    reference_version: int
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """The responses by position, one array per fact: those of `PackedGroup`, `arrival` and `score`, and `logit` where old
+    responses are drawn by weight."""
+    arrival_of: dict[bytes, int] | None = None
+    """Arrival number by token ids; None without deduplication."""
+    newest_group_arrival: int = 0
+    """Arrival number of the first response of the newest group."""
+
+    def __len__(self) -> int:
+        """Number of responses stored."""
+        return len(self.columns["arrival"]) if self.columns else 0
+
+    def since(self, arrival: int) -> np.ndarray:
+        """Positions of the responses whose arrival number is `arrival` or larger, oldest first."""
+        return np.arange(self.columns["arrival"].searchsorted(arrival), len(self))
+
+    def between(self, first_arrival: int, end_arrival: int) -> np.ndarray:
+        """Positions of the responses with arrival numbers `first_arrival` to `end_arrival` - 1 that are still stored."""
+        return np.arange(*self.columns["arrival"].searchsorted((first_arrival, end_arrival)))
+
+    def append(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Add the responses of a group as the newest."""
+        if self.arrival_of is not None:
+            self.arrival_of.update(zip(columns["ids"].tolist(), columns["arrival"].tolist()))
+        self.newest_group_arrival = int(columns["arrival"][0])
+        self.columns = {
+            name: np.concatenate([self.columns[name], values]) if self.columns else values
+            for name, values in columns.items()
+        }
+
+    def discard(self, positions: np.ndarray) -> int:
+        """Remove the responses at these positions, none of which is named twice; returns their number of tokens."""
+        ids = self.columns["ids"][positions].tolist()
+        if self.arrival_of is not None:
+            for own in ids:
+                self.arrival_of.pop(own, None)  # absent of a copy that came without deduplication
+        # Positions move up: a response is named by its arrival number where it has to be found later.
+        self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
+        return sum(map(len, ids)) // 4
+
 
 Choice = list[tuple[PromptEntry, np.ndarray]]
 
@@ -31,6 +86,8 @@ class BufferedGroup:
     entry: int
     first: int
     end: int
+    oldest_version: int
+    """Oldest version among the responses whose lag counts."""
     uses: int = 0
     """Number of times that the queue has given the group out."""
 
@@ -230,11 +287,124 @@ def draw_by_weight(
 
 def _live_without(entry: PromptEntry, exclude: np.ndarray, since: int = 0) -> np.ndarray:
     """Positions of the stored responses, oldest first, that are not in `exclude`."""
-    # Draws are over stored responses only, never over the gaps between them: a restored buffer has no gaps, and draws alike.
-    positions = entry.live(since)
+    positions = entry.since(since)
     return np.delete(positions, positions.searchsorted(exclude)) if len(exclude) else positions
 
 
 def _rounded(number: float, rng: np.random.Generator) -> int:
     """A neighbouring whole number, drawn so that it is right on average."""
     return int(number + rng.random()) if number % 1 else int(number)
+
+
+class PromptDraws:
+    """The prompts under one reference version: a draw without replacement of all, and one of the fresh ones.
+
+    Fresh are the groups that arrived since `window_start`, topped up with the newest groups to at least P prompts, or to
+    all there are. That is a suffix of all groups by arrival, so one number describes it: every response whose arrival number
+    is `fresh_since` or larger.
+    """
+
+    def __init__(self) -> None:
+        self.all = DrawWithoutReplacement()
+        self.fresh = DrawWithoutReplacement()
+        self.fresh_since = 0
+
+    def visit(self, prompt: int) -> None:
+        """Take note that a group of this prompt arrived: it is fresh, and can be drawn as a fresh one again at once."""
+        # Only the fresh draw gives the prompt another turn: in the draw of all, a prompt that is visited often would
+        # otherwise come more often than the others.
+        if prompt not in self.all:
+            self.all.put(prompt)
+        self.fresh.put(prompt)
+
+    def remove(self, prompt: int) -> None:
+        """Never draw a prompt again: its last response has left."""
+        self.all.remove(prompt)
+        if prompt in self.fresh:
+            self.fresh.remove(prompt)
+
+    def refresh(
+        self, entries: Mapping[int, PromptEntry], newest_first: Iterable[int], *, window_start: int, at_least: int
+    ) -> None:
+        """Bring up to date which prompts are fresh; `newest_first` are the prompts of all groups."""
+        fresh: dict[int, int] = {}
+        for prompt in newest_first:
+            if prompt in fresh or prompt not in self.all:
+                continue
+            arrival = entries[prompt].newest_group_arrival
+            if arrival < window_start and len(fresh) >= at_least:
+                break
+            fresh[prompt] = arrival
+            if len(fresh) == len(self.all):
+                break
+        for prompt in sorted(set(self.fresh) - set(fresh), key=lambda prompt: entries[prompt].newest_group_arrival):
+            self.fresh.remove(prompt)
+        for prompt in fresh:
+            if prompt not in self.fresh:
+                self.fresh.put(prompt)
+        self.fresh_since = min(window_start, *fresh.values())
+
+
+class DrawWithoutReplacement:
+    """Prompts drawn uniformly without replacement; when all have been drawn, all can be drawn again. Every operation is
+    O(1)."""
+
+    def __init__(self) -> None:
+        self._prompts: list[int] = []
+        """Prompts; the first `_num_undrawn` can still be drawn in this round, the others have been."""
+        self._index: dict[int, int] = {}
+        """Where each prompt stands in `_prompts`."""
+        self._num_undrawn = 0
+
+    def __len__(self) -> int:
+        """Number of prompts, drawn or not."""
+        return len(self._prompts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._prompts)
+
+    def __contains__(self, prompt: object) -> bool:
+        return prompt in self._index
+
+    def put(self, prompt: int) -> None:
+        """Add a prompt, or return it if it was drawn: from now on it can be drawn again."""
+        if prompt not in self._index:
+            self._index[prompt] = len(self._prompts)
+            self._prompts.append(prompt)
+        if self._index[prompt] >= self._num_undrawn:
+            self._swap(self._index[prompt], self._num_undrawn)
+            self._num_undrawn += 1
+
+    def remove(self, prompt: int) -> None:
+        """Forget a prompt."""
+        # First out of the undrawn part, then to the end: swapping an undrawn prompt with the last one directly would put a
+        # drawn prompt among the undrawn.
+        if self._index[prompt] < self._num_undrawn:
+            self._num_undrawn -= 1
+            self._swap(self._index[prompt], self._num_undrawn)
+        self._swap(self._index[prompt], len(self._prompts) - 1)
+        self._prompts.pop()
+        del self._index[prompt]
+
+    def draw(self, rng: np.random.Generator, *, exclude: set[int]) -> int | None:
+        """A prompt outside `exclude`, uniformly among the undrawn; None when every prompt is excluded."""
+        if len(exclude) >= len(self) and sum(prompt in self._index for prompt in exclude) == len(self):
+            return None
+        skipped = []
+        while (prompt := self._take(rng)) in exclude:
+            skipped.append(prompt)
+        for met in skipped:  # they were met, not drawn: they keep their turn
+            self.put(met)
+        return prompt
+
+    def _take(self, rng: np.random.Generator) -> int:
+        if not self._num_undrawn:
+            self._num_undrawn = len(self._prompts)
+        self._num_undrawn -= 1
+        self._swap(int(rng.random() * (self._num_undrawn + 1)), self._num_undrawn)
+        return self._prompts[self._num_undrawn]
+
+    def _swap(self, a: int, b: int) -> None:
+        prompts = self._prompts
+        prompts[a], prompts[b] = prompts[b], prompts[a]
+        self._index[prompts[a]], self._index[prompts[b]] = a, b

@@ -17,7 +17,7 @@ from tba.generate.contract import Engine, Scorer
 from tba.models.cpu import use_cpu
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CanaryMismatch
-from tba.replay.payload import acknowledged_log
+from tba.replay.columns import acknowledged_log
 from tba.runtime.board import Row
 from tba.runtime.channels import Stopped
 from tba.runtime.ends import SearcherEnds

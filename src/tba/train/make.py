@@ -185,7 +185,6 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         truncated_reward=config.train.cut_off_reward,
         uses_per_group=config.uses_per_group,
         max_waiting_groups=config.max_waiting_groups,
-        expires=config.expires,
     )
 
 

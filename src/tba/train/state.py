@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tba.observe.display import Stability
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
-from tba.replay.prompts import DrawWithoutReplacement, PromptDraws
+from tba.replay.sampling import DrawWithoutReplacement, PromptDraws
 from tba.train.collapse_guard import Alarm, CollapseGuard, Streak
 from tba.types import Batch, HighWaterMarks, Totals, Weights
 
