@@ -11,9 +11,8 @@ import pytest
 
 from tba.config import load_config
 from tba.launch.checks import check_before_loading
-from tba.observe.files import OutputLost, WriteFailures, keep_lines, write_json
+from tba.observe.files import JsonlSink, OutputLost, WriteFailures, keep_lines, write_json
 from tba.observe.run_folder import RunFolder
-from tba.observe.sinks import JsonlSink
 from tba.replay.database import open_database
 from tba.tasks.rewards.worker import open_log
 
@@ -29,7 +28,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from tba.observe.sinks import TensorBoardSink
+    from tba.observe.files import TensorBoardSink
 
     sink = TensorBoardSink(tmp_path)
     sink.write(3, {"reward": 0.5})
@@ -43,7 +42,7 @@ def test_a_missing_logger_is_named_before_training(tmp_path, monkeypatch):
     import sys
 
     from tba.config import load_config
-    from tba.observe.sinks import make_sinks
+    from tba.observe.files import make_sinks
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     folder = RunFolder.create(tmp_path / "run", overwrite=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tba.observe.display import shown
-from tba.observe.files import WriteFailures
+from tba.observe.files import Sinks, WriteFailures
 from tba.observe.metrics import (
     Evaluation,
     mean_metrics,
@@ -16,7 +16,6 @@ from tba.observe.metrics import (
     reduce_metrics,
     standard_error,
 )
-from tba.observe.sinks import Sinks
 
 
 def test_parts_of_a_step_are_put_together_by_each_metrics_rule():

@@ -114,6 +114,21 @@ def test_the_time_left_is_by_the_pace_of_the_later_half_of_the_steps(tmp_path, c
         each.close()
 
 
+def test_the_pace_does_not_take_longer_with_the_steps_that_are_remembered(recorder):
+    class Times(dict):
+        looked_at = 0
+
+        def __iter__(self):
+            for step in super().__iter__():
+                Times.looked_at += 1
+                yield step
+
+    recorder._seconds_at = Times({step: 2.0 * step for step in range(1, 1001)})
+    recorder.steps, recorder.seconds = 1000, 2000.0
+    assert recorder.pace == 2.0
+    assert Times.looked_at == 1
+
+
 @pytest.mark.parametrize(("seconds", "told"), [(30.0, True), (1.0, False)])
 def test_a_run_that_is_far_from_done_is_told_once_how_long_it_takes(tmp_path, clock, capfd, seconds, told):
     recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "observe.progress=true")

@@ -5,13 +5,13 @@ import subprocess
 import sys
 import tempfile
 
-from tba.observe.streams import LastingStream, lasting
+from tba.observe.files import LastingStream, lasting
 
 
 def test_a_stream_whose_reader_is_gone_swallows_what_is_written():
     """A pipe without a reader, as after `| head -1`: the exit status is 0 and nothing is said about it at the end."""
     code = (
-        "import sys; from tba.observe.streams import lasting_output\n"
+        "import sys; from tba.observe.files import lasting_output\n"
         "with lasting_output():\n"
         "    for _ in range(3): print('x' * 100_000); print('y', file=sys.stderr)\n"
         "    print('last')\n"

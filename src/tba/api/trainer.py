@@ -25,10 +25,9 @@ from tba.api.inputs import dataset_file, lora_config, model_folder, reward_confi
 from tba.api.names import ARGUMENTS, REFUSED_ARGUMENTS, in_python_words
 from tba.api.outputs import copy_model, flat, generate, link_checkpoints, list_as_saved, model_card
 from tba.config import Config, ConfigError, TaskConfig, load_config
-from tba.observe.files import read_summary
+from tba.observe.files import check_sinks, read_summary
 from tba.observe.recorder import past_lines
 from tba.observe.run_folder import CARD, RunFolder
-from tba.observe.sinks import check_sinks
 from tba.tasks.custom import num_train_prompts
 from tba.tasks.data.prompt_file import is_chat
 from tba.tasks.data.rows import SCRIPT_FOLDER

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import typer
 
-from tba.cli.preparing import config, doctor, prepare
-from tba.cli.runs import evaluate, merge, replay, searchers, status, stop
+from tba.cli.commands import config, doctor, evaluate, merge, prepare, replay, searchers, status, stop
 from tba.cli.training import compare, train
 from tba.cli.usage import Command, Commands, exit_status, log_warnings
-from tba.observe.streams import lasting_output
+from tba.observe.files import lasting_output
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 # In the order of `tba --help`. What a command needs it imports itself: torch takes seconds, and most need none.

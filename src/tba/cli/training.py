@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option, with_trl_names
+from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
 from tba.config import (
     Config,
     ConfigError,
@@ -26,8 +26,8 @@ from tba.config import (
     settings_by_name,
 )
 from tba.launch.checks import TASK_NAMES, refuse_earlier_version, run_of
+from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry
-from tba.observe.streams import lasting_output
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
     reward: Annotated[
         list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
     ] = None,
-    max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
+    max_steps: Annotated[int | None, number_option("Same as train.max_steps=...", kind=int)] = None,
     max_seconds: Annotated[float | None, number_option("Same as train.max_seconds=...")] = None,
     resume: Annotated[
         bool,
@@ -72,7 +72,7 @@ def train(
         max_steps=max_steps,
         max_seconds=max_seconds,
     )
-    # torch loads only when it is needed
+    # From here on torch may load, which takes seconds: all that is wrong with the arguments alone was said before.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from tba.launch.torchrun import Torchrun, with_torchrun
 
@@ -110,7 +110,6 @@ def train(
 def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import train, worth_another_try
-    from tba.runtime.supervisor import TRY_AGAIN
 
     def run() -> int:
         try:
@@ -120,7 +119,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
         except RuntimeError as error:
             if worth_another_try(error):
                 logging.getLogger("tba").error("%s", bounded(str(error)))
-                return TRY_AGAIN
+                return os.EX_TEMPFAIL  # the supervisor then starts another trainer
             raise
         if not config.observe.progress:
             typer.echo(json.dumps(summary))

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tba.config import Config, abbreviates, settings_by_name, unknown_key
-from tba.runtime.role_process import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
@@ -28,40 +28,26 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
 
 
-def whole_number(text: str, *, least: int | None = None) -> int:
-    """Value of an option that counts something; `least` is the smallest that is allowed."""
+def number(text: str, *, kind: type[int] | type[float], least: float | None) -> float:
+    """Value of an option that is a number; `least` is the smallest that is allowed."""
     try:
-        value = int(text)
+        value: float = kind(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number: write one, for example 100.") from None
+        value = math.nan
+    if math.isnan(value):
+        what, example = ("whole number", "100") if kind is int else ("number", "0.5 or 1e-5")
+        raise typer.BadParameter(f"{text!r} is not a {what}: write one, for example {example}.")
     if least is not None and value < least:
-        raise typer.BadParameter(f"{value} is below {least}: write {least} or more.")
-    if value > LARGEST:
+        raise typer.BadParameter(f"{value:g} is below {least:g}: write {least:g} or more.")
+    if kind is int and value > LARGEST:
         raise typer.BadParameter(f"{value} is beyond {LARGEST}: write a smaller one.")
     return value
 
 
-def number(text: str, *, least: float | None = None) -> float:
-    """Value of an option that measures something; `least` is the smallest that is allowed."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.")
-    if least is not None and value < least:
-        raise typer.BadParameter(f"{value:g} is below {least:g}: write {least:g} or more.")
-    return value
-
-
-def count_option(text: str, *, least: int | None = None) -> Any:
-    """An option with a whole number. The parser is ours, because typer's own message leaves the value out."""
-    return typer.Option(parser=partial(whole_number, least=least), metavar="INTEGER", help=text)
-
-
-def number_option(text: str, *, least: float | None = None) -> Any:
-    """An option with a number."""
-    return typer.Option(parser=partial(number, least=least), metavar="NUMBER", help=text)
+def number_option(text: str, *, kind: type[int] | type[float] = float, least: float | None = None) -> Any:
+    """An option with a number. The parser is ours, because typer's own message leaves the value out."""
+    metavar = "INTEGER" if kind is int else "NUMBER"
+    return typer.Option(parser=partial(number, kind=kind, least=least), metavar=metavar, help=text)
 
 
 class Command(TyperCommand):
@@ -120,7 +106,7 @@ def exit_status(action: Callable[[], Any]) -> int:
         return 2
     except KeyboardInterrupt as stopped:
         typer.echo(f"tba: {stopped or 'stopped.'}", err=True)
-        return INTERRUPTED
+        return 128 + signal.SIGINT
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("TBA_TRACEBACK"):
             raise

@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from tba.compare.study import Study
+from tba.launch.memory import Machine
 from tba.observe.display import SHARES
 from tba.observe.files import read_summary
 from tba.observe.metrics import standard_error
 from tba.observe.run_folder import RunFolder
-from tba.runtime.threads import usable_cores
 
 TITLES = {
     "seconds": "Seconds of training",
@@ -40,6 +40,7 @@ class Estimate(NamedTuple):
 
 def estimate(values: Iterable[float | None]) -> Estimate:
     """Mean and standard error; missing and non-finite numbers are left out."""
+    # A run may lack a metric (no prompt had a reward), or have NaN for it: the others still have a mean.
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     return Estimate(fmean(numbers) if numbers else None, standard_error(numbers))
 
@@ -82,7 +83,7 @@ def as_json(results: Results, *, command: str) -> dict[str, Any]:
         row: {column: results.over_seeds(row, column, study.metric)._asdict() for column in study.columns}
         for row in study.rows
     }
-    made = {"command": command, "cpu_count": usable_cores(), study.metric: means}
+    made = {"command": command, "cpu_count": Machine.seen().cores, study.metric: means}
     return {**made, **vars(results), "study": study.model_dump(mode="json")}
 
 
@@ -91,7 +92,7 @@ def as_markdown(results: Results, *, command: str) -> str:
     study, num_seeds = results.study, len(results.study.seeds)
     seeds = "one seed" if num_seeds == 1 else f"{num_seeds} seeds"
     commits = ", ".join(results.commits) or "unknown"
-    parts = [f"# {study.name}", f"Made by `{command}`, commit {commits}, {usable_cores()} cores."]
+    parts = [f"# {study.name}", f"Made by `{command}`, commit {commits}, {Machine.seen().cores} cores."]
     parts += [
         f"## {titled(study.metric)}: mean ± standard error over {seeds}",
         as_table(grid_of(results, study.metric)),
@@ -115,6 +116,7 @@ def grid_of(results: Results, name: str) -> Grid:
         grid.append([row])
         for column in columns:
             num_done = len(results.runs[row][column])
+            # By label, because a failed run has no numbers and so no place among `runs`.
             num_failed = sum(label.startswith(f"{row}/{column}/") for label in results.failures)
             notes = [f"{num_done}/{num_seeds}"] if num_done < num_seeds and num_done + num_failed else []
             notes += [f"{num_failed} failed"] if num_failed else []

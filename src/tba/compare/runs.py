@@ -165,6 +165,7 @@ def choose_value(scores: Scores) -> float:
         found = [score for score in scores[value].values() if score is not None]
         return len(scores[value]) - len(found), -fmean(found) if found else 0.0, value
 
+    # Failures first: a rate that diverges in one column may have the best number in the other.
     return min(scores, key=rank)
 
 
@@ -209,6 +210,7 @@ def label_of(study: Study, row: str, column: str, seed: int, value: float | None
 
 def make_cell(study: Study, root: Path, label: str, row: str, column: str, seed: int, value: float | None) -> Cell:
     """Resolve the config of one run from base, row, column, tuning overrides, tuned value and seed; later ones win."""
+    # Flattened first: a nested section of a row would replace that of the base as a whole.
     layers = [OF_EVERY_RUN, study.base, study.rows[row], study.columns[column]]
     if study.tune is not None:
         layers += [study.tune.overrides] if seed == study.tune.seed else []
@@ -324,6 +326,7 @@ def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
     if changes := cell.changes():
         say(f"{cell.label} was run with other settings ({changes}): run again")
     say(f"{cell.label} starts ({num_left} left)")
+    # First: a process that is killed from here on leaves a run that has not ended.
     cell.record.unlink(missing_ok=True)
     if cell.folder.path.exists():
         earlier = Claim.take(cell.folder.path)  # refuses a run that still goes on
@@ -339,7 +342,7 @@ def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
         if plan.study.metric not in summary["final"]:
             raise UnknownMetric(f"metric={plan.study.metric!r}: {cell.label} had no prompts to evaluate on.")
         metric = f"{plan.study.metric} {summary['final'][plan.study.metric]:.4g}"
-    except UnknownMetric:
+    except UnknownMetric:  # the study is wrong, not the run: it has no record, and is made again
         raise
     except FAILURES as failure:
         error = f"{type(failure).__name__}: {failure}"

@@ -103,6 +103,7 @@ class Study(Section):
         for name, overrides in layers.items():
             for key in flatten(overrides).keys() & SET_BY_STUDY.keys():
                 raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
+        # Two labels in one folder would overwrite each other's runs.
         for name, labels in (("rows", self.rows), ("columns", self.columns)):
             taken: dict[str, str] = {}
             for label in labels:
@@ -118,6 +119,7 @@ class Study(Section):
         for name, values in {"seeds": self.seeds, "tune.values": () if tune is None else tune.values}.items():
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}={list(values)} has a value twice: each is run once.")
+        # The seed is what tells a tuning run from a reported one.
         if tune is not None and tune.seed in self.seeds:
             raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
         return self

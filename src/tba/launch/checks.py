@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from tba.config import Config, ConfigError, is_of_earlier_version
 from tba.models.names import SHIPPED, check_there, resolve_path
-from tba.observe.files import read_summary
+from tba.observe.files import check_sinks, read_summary
 from tba.observe.run_folder import RunFolder, others_entry
-from tba.observe.sinks import check_sinks
 from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import named_rewards

@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.table import Table
 
 from tba.config import Config
+from tba.observe.files import lasting
 from tba.observe.metrics import Evaluation
 from tba.observe.run_folder import PLOT
-from tba.observe.streams import lasting
 from tba.observe.watches import no_signal_lines
 
 REFRESH_PER_SECOND = 4
@@ -95,9 +95,11 @@ class Progress:
             )
             self._live.start()
         elif not isinstance(sys.stderr, FileProxy):  # a study has a live display of its own
+            # A daemon: a trainer that dies must not wait for a thread that sleeps until its next line.
             threading.Thread(target=self._print_lines, daemon=True, name="progress").start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        # The drawing thread reads both without a lock: each is replaced whole, never changed.
         self._step, self._metrics = step, metrics
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -339,6 +341,7 @@ class Stability:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self._steps += 1
+        # The first step waits for searchers to start, which says nothing about who is the bottleneck.
         if self._steps > 1:
             self._waited_seconds += metrics.get("time/wait_for_batch", 0.0)
             self._worked_seconds += sum(
@@ -382,6 +385,7 @@ def went_badly(summary: Mapping[str, Any]) -> bool:
     collapse, best = summary["collapse"], summary["best"]
     if collapse is not None and not collapse.get("recovered"):
         return True
+    # By the standard error of the last evaluation: the best of many is above the mean by chance alone.
     name = next(iter(summary["final"]), None)
     if best is None or name is None:
         return False

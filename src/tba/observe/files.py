@@ -1,18 +1,24 @@
-"""How a run writes: whole files in one move, lines at the end, and what becomes of a write that fails."""
+"""How a run writes: whole files in one move, lines at the end, metrics to every sink; what becomes of a write that fails,
+and of output whose reader is gone."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TextIO, get_args
 
 from safetensors import SafetensorError
 
+from tba.config import Config
+from tba.observe.metrics import metric
 from tba.observe.run_folder import RunFolder
 
 logger = logging.getLogger("tba")
@@ -173,3 +179,170 @@ def sync(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, so that a reader never sees a part of it."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+# Metrics: metrics.jsonl always, TensorBoard and W&B where observe.sinks names them.
+
+
+def check_sinks(config: Config) -> None:
+    """Refuse sinks whose package is not installed, without importing it."""
+    for name in config.observe.sinks:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"observe.sinks has {name!r}, which needs a package: pip install {name}.")
+
+
+def make_sinks(config: Config, folder: RunFolder, failures: WriteFailures | None = None) -> Sinks:
+    """The sinks of a run: metrics.jsonl always, those of observe.sinks besides. A package that is missing is an error here,
+    before training starts, not at the first record."""
+    check_sinks(config)
+    sinks: list[Sink] = [JsonlSink(folder.metrics)]
+    # Packages are imported here, before training: a sink that fails later would cost a run its metrics.
+    for name in config.observe.sinks:
+        sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
+    return Sinks(sinks, folder.path, failures or WriteFailures())
+
+
+class Sinks:
+    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; one that cannot
+    be written is told once."""
+
+    def __init__(self, sinks: Sequence[Sink], folder: Path, failures: WriteFailures) -> None:
+        self._sinks = sinks
+        self._folder = folder
+        self._failures = failures
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Before any sink has the record: a name that is not listed is a bug of ours, and ends the run at its first step.
+        for name in metrics:
+            metric(name)
+        for sink in self._sinks:
+            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
+                sink.write(step, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
+                sink.close()
+
+
+class Sink(Protocol):
+    """A place where metrics go; it takes one flat record per step."""
+
+    name: str
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """A file with one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
+    JSON has no numbers for."""
+
+    name = "JSONL"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        append_line(self._path, json.dumps({"step": step, **values}))
+
+    def close(self) -> None:
+        """Close: nothing is open between two lines."""
+
+
+class TensorBoardSink:
+    """Event files in the run folder: `tensorboard --logdir runs`."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A W&B run; WANDB_MODE=offline keeps everything in the run folder."""
+
+    name = "wandb"
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "tba"),
+            name=config.observe.label or config.run_name,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+        )
+        # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# Output that may vanish while a run goes on: `tba train ... | head -1`, a terminal that is closed, a log on a full disk.
+
+
+class LastingStream:
+    """A text stream that drops what is written once nobody takes it any more; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.gone = False
+        """Whether writing has failed."""
+
+    def write(self, text: str) -> int:
+        if not self.gone:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                self._give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Send what is still buffered nowhere: Python would try to write it once more when it ends, and fail."""
+        self.gone = True
+        with suppress(OSError, ValueError):
+            descriptor, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """The stream in a form that never raises because its reader is gone."""
+    return stream if isinstance(stream, LastingStream) else LastingStream(stream)  # type: ignore[return-value]
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """While active, nothing that is printed raises because its reader is gone."""
+    with redirect_stdout(lasting(sys.stdout)), redirect_stderr(lasting(sys.stderr)):
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()

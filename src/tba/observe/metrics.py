@@ -168,6 +168,7 @@ def moving_metric(evaluations: Sequence[Mapping[str, float]]) -> str:
     parts = [Evaluation.of(metrics) for metrics in evaluations]
     if not parts:
         return ""
+    # Against the first evaluation, which every run has: neighbours may drift by less than their noise each time.
     first = parts[0]
     for name, start in first.values.items():
         for part in parts[1:]:
@@ -180,6 +181,7 @@ def moving_metric(evaluations: Sequence[Mapping[str, float]]) -> str:
 @lru_cache(maxsize=4096)
 def metric(name: str) -> Metric:
     """The listed metric behind a name; a KeyError names it otherwise."""
+    # In the order of the table: a name of its own stands before the pattern that it fits too.
     for known in METRICS:
         if fnmatchcase(name, known.name):
             return known
@@ -224,6 +226,7 @@ def _reduce(name: str, values: list[tuple[float, float]]) -> float:
         return max(value for value, _ in values)
     if reduction == "last":
         return values[-1][0]
+    # Weighted by the responses of each part, or micro-batches of another size would change the numbers.
     power = 2.0 if reduction == "rms" else 1.0
     mean = sum(value**power * weight for value, weight in values) / max(1e-12, sum(weight for _, weight in values))
     return mean ** (1.0 / power)

@@ -15,10 +15,9 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
-from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, one_line, write_json
+from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, make_sinks, one_line, write_json
 from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
 from tba.observe.run_folder import RunFolder
-from tba.observe.sinks import make_sinks
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
@@ -315,9 +314,11 @@ class Recorder:
             self.note(note)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
+        # Counted by the trainer, by its clock: evaluations and the time before the first response are no training.
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
+        # A line is the mean of the steps since the last one, so that no step is left out of a long run's file.
         self._unlogged.append(metrics)
         if step % thinning(step) == 0 or self.progress >= 1.0:
             self._log(step)
@@ -400,7 +401,8 @@ class Recorder:
     @property
     def pace(self) -> float | None:
         """Seconds a step in the later half of those so far; None = it is not known yet."""
-        first = max(self.steps // 2, min(self._seconds_at))
+        # Steps are remembered in their order: the first key is the smallest, and min() would look at 10,000 in every call.
+        first = max(self.steps // 2, next(iter(self._seconds_at)))
         if self.steps < 2 or first not in self._seconds_at or first >= self.steps:
             return None
         return (self.seconds - self._seconds_at[first]) / (self.steps - first)
@@ -415,6 +417,7 @@ class Recorder:
         read (`late`): they are of weights from before. The lines are dropped by `cut_files`."""
         for name in COUNTED:
             setattr(self, name, state[name])
+        # A rollback loads a state in a process that has trained: its clock and its time go on.
         if self.clock.seconds == 0.0:  # otherwise this process goes back, and has counted its time
             self._elapsed_before = state["elapsed"]
         self.clock.go_on_from(state["seconds"])
@@ -433,6 +436,7 @@ class Recorder:
     def cut_files(self) -> None:
         """Drop the lines of files that came after what is counted: they are of steps that will be made again. Late
         evaluations are written once more."""
+        # First the files, then the late evaluations: these are lines after the cut, which count again.
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
         for step, metrics in self.late:
@@ -485,6 +489,7 @@ class Recorder:
 
     def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""
+        # The summary first: closing may hang on a logger's network, and a run without a summary has not ended.
         summary = self.write_summary(outcome, error)
         self.close()
         return summary

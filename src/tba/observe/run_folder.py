@@ -180,6 +180,7 @@ class RunFolder:
         """The last line of metrics.jsonl that is of an optimizer step; {"step": 0} where there is none."""
         try:
             with self.metrics.open("rb") as file:
+                # From the end: the file of a long run is large, and `tba status` wants its last line.
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 lines = file.read().decode("utf-8", errors="replace").splitlines()
         except OSError:
@@ -271,6 +272,7 @@ class Claim:
             if _is_at(path, descriptor):
                 break
             os.close(descriptor)  # released between the two calls: the file is no longer the one in the folder
+        # From here on a forked child closes it: the lock is of the open file, which a child would keep open.
         _held.add(descriptor)
         claim = cls(path, descriptor, made)
         try:
@@ -290,6 +292,7 @@ class Claim:
         if descriptor is None:
             return
         with suppress(OSError):  # whatever has become of the folder
+            # While the lock is held: after it, another process may have taken the file.
             if _is_at(self.path, descriptor):
                 self.path.unlink()
         _held.remove(descriptor)
@@ -441,6 +444,7 @@ def move_aside(run: Path) -> None:
     own = [entry for entry in own if entry.name not in saved_names(run)]
     if not own or not is_begun(run):
         return
+    # Numbers only rise, also where somebody has deleted one in between.
     before = [int(found[1]) for entry in run.iterdir() if (found := re.fullmatch(EARLIER, entry.name))]
     target = run / f"earlier-{max(before, default=0) + 1}"
     target.mkdir()

@@ -83,6 +83,7 @@ class MismatchWatch:
         if len(first) < FIRST:
             first.append(value)
             return
+        # The largest of the first few: one small gap by chance would make every later one look large.
         yardstick = max(first)
         limit = max(MULTIPLE * yardstick, LEAST_LIMITS[measure])
         in_a_row = self._high.count(name)
@@ -130,6 +131,7 @@ class BetaWatch:
             if len(self._spreads) == FIRST_SPREADS:
                 line = self._start_line()
         self._reached = [*self._reached, (metrics[REACHED], spread)][-RECENT:]
+        # Only over full windows: the share of a few batches is noise.
         if len(self._reached) == RECENT and self.is_near and not self._told_near:
             self._told_near = True
             logger.warning("step %d: %s", step, self.words)
@@ -211,6 +213,7 @@ class RewardSignal:
             return
         self.responses += len(known)
         self.lowest, self.highest = min(self.lowest, *known), max(self.highest, *known)
+        # Within a prompt only: rewards of different prompts may differ without any signal in a group.
         own = self._by_prompt.setdefault(group.prompt.id, known[0])
         # Of single responses only those to different prompts can be compared.
         self.differs = any(reward != own for reward in known) or (len(known) == 1 and self.lowest < self.highest)
@@ -267,6 +270,7 @@ class LostResponses:
             return
         self.lost += lost
         self.last = why[:LONGEST_WORDS] or self.last
+        # At 1, 10, 100, ...: a reward that fails in every group may lose thousands at a time.
         if self.lost >= self._told_at:
             while self._told_at <= self.lost:
                 self._told_at *= 10

@@ -33,7 +33,7 @@ MAX_STILLBORN = 5
 """Trainers in a row that may find their node gone before they begin, beyond MAX_RESTARTS."""
 MOST_REQUESTS = 3
 """Requests to end after which the trainer is killed."""
-TRY_AGAIN = 75
+TRY_AGAIN = os.EX_TEMPFAIL
 """Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
 
 StartTrainer = Callable[[str, Mapping[str, Any]], Role[Link]]

@@ -1,4 +1,5 @@
-"""Commands for a run that is there, or goes on: its metrics, groups and adapter, what it does, and how it is steered."""
+"""All commands but those that train: for a run that is there or goes on, and for what comes before one (data and models,
+settings, the machine)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.cli.usage import count_option, number_option
-from tba.config import refuse_two_values
+from tba.cli.usage import number_option
+from tba.config import ConfigError, refuse_two_values
+from tba.models.names import check_there
 
 
 def evaluate(
@@ -22,8 +24,8 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="Task; a run folder and a model of the package know their own.")
     ] = None,
-    num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
-    samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
+    num_prompts: Annotated[int | None, number_option("Held-out prompts.", kind=int)] = None,
+    samples: Annotated[int | None, number_option("k of pass@k and avg@k; 0 = greedy accuracy only.", kind=int)] = None,
     responses: Annotated[
         Path | None, typer.Option(help="Write all responses to this file, a JSON line a prompt.")
     ] = None,
@@ -41,6 +43,7 @@ def evaluate(
         "evaluate.num_prompts": ("--num-prompts", num_prompts),
         "evaluate.samples_per_prompt": ("--samples", samples),
     }
+    # Later values win in a config: an option and an override of one key would hide each other.
     refuse_two_values(values, options)
     values += [f"{key}={value}" for key, (_, value) in options.items() if value is not None]
     own_task = task_to_evaluate(target, values)
@@ -80,7 +83,9 @@ def replay(
     version: Annotated[str | None, typer.Option(help="Only groups of this version, or of a range: 10:20.")] = None,
     since: Annotated[str | None, typer.Option(help="Only groups since 2026-11-16T14:30, or 30m, 2h, 1d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
-    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.", least=0)] = None,
+    limit: Annotated[
+        int | None, number_option("Most groups, the newest; a listing shows 20.", kind=int, least=0)
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
     trust_remote_code: Annotated[
         bool,
@@ -163,7 +168,7 @@ def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 
 def searchers(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    count: Annotated[int, count_option("Searchers to go on with.", least=1)],
+    count: Annotated[int, number_option("Searchers to go on with.", kind=int, least=1)],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""
     from tba.launch.operate import ask_for_searchers
@@ -182,3 +187,80 @@ def merge(
     from tba.launch import merge_adapter
 
     typer.echo(json.dumps(merge_adapter(adapter, output)))
+
+
+def prepare(
+    what: Annotated[str, typer.Argument(help="reward_model.")],
+    output: Annotated[Path, typer.Option(help="Folder for what is made.")] = Path("prepared"),
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM to start as.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="JSONL with `prompt`, `chosen`, `rejected`.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Pairs to measure on; else a tenth.")] = None,
+    learning_rate: Annotated[float, number_option("Highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, number_option("Passes over the pairs.", kind=int, least=1)] = 1,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out pairs that cannot be used.")
+    ] = False,
+) -> None:
+    """Train a reward model on your preference pairs."""
+    if what != "reward_model":
+        raise ConfigError(
+            f"{what!r} has nothing to prepare: it may be reward_model. In a clone, `python -m recipes TASK` makes the data "
+            "and models of arithmetic, tldr or red_team again."
+        )
+    if model is None or pairs is None:
+        raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
+    from tba.models.cpu import use_cpu
+    from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
+
+    use_cpu()
+    settings = RewardTraining(
+        learning_rate=learning_rate,
+        epochs=epochs,
+        pairs_per_pass=8,
+        on_bad_row="skip" if skip_bad_rows else "stop",
+    )
+    typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
+
+
+def config(
+    word: Annotated[str | None, typer.Argument(help="A section (train) or a word to look for (length).")] = None,
+) -> None:
+    """Print every setting with its type, default and meaning, as Markdown; with a WORD those of a section, or about it."""
+    from tba.config.reference import ObjectiveEntry, reference, search
+    from tba.objectives.registry import OBJECTIVES
+
+    entries = [
+        ObjectiveEntry(
+            name=name,
+            settings=kind,
+            beta=kind.default_beta,
+            beta_tokens=kind.default_beta_tokens,
+            max_kl_penalty=kind.default_max_kl_penalty,
+            reset_every=kind.default_reset_every,
+        )
+        for name, kind in OBJECTIVES.items()
+    ]
+    if word is None:
+        typer.echo(reference(entries), nl=False)
+    elif found := search(entries, word):
+        typer.echo("\n".join(found))
+    else:
+        raise ConfigError(f"no setting has {word!r} in its name or text: `tba config` prints all of them.")
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model: how it would run, without loading its weights.")] = None,
+) -> None:
+    """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
+    if model is not None:
+        check_there(f"{model!r} is no model", model)  # before torch is imported
+    if model is None:
+        from tba.launch.doctor import examine
+
+        findings = examine()
+    else:
+        from tba.launch.model_report import examine_model
+
+        findings = examine_model(model)
+    for what, finding in findings:
+        typer.echo(f"{what:>14}  {finding}")
