@@ -299,6 +299,16 @@ def test_a_queue_serves_groups_in_the_order_of_their_arrival():
     assert trained == [f"p{number}" for number in range(40)]
 
 
+def test_two_groups_of_a_prompt_that_are_used_up_in_one_batch_leave_and_a_third_stays():
+    buffer, groups = replay(max_uses=1, deduplicate=False), Groups()
+    for first in (1, 3, 5):
+        buffer.add(groups("a", [[first], [first + 1]]), step=0)
+    assert sorted(tokens for K in responses(buffer.sample(2, 2, step=0)) for tokens in K) == [(1,), (2,), (3,), (4,)]
+    assert tokens_of(buffer) == [(5,), (6,)]
+    assert sorted(responses(buffer.sample(1, 2, step=0))[0]) == [(5,), (6,)]
+    assert len(buffer) == 0
+
+
 def test_the_oldest_groups_leave_a_queue_in_which_too_many_wait():
     buffer, groups = replay(max_uses=1, deduplicate=False, max_waiting_groups=4), Groups()
     trained = []

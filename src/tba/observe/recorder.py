@@ -271,8 +271,7 @@ class Recorder:
 
     def _read_clock(self, step: int) -> None:
         self.seconds = self._seconds_at[step] = self.clock.seconds
-        if len(self._seconds_at) > KEPT_TIMES:
-            del self._seconds_at[next(iter(self._seconds_at))]
+        self._seconds_at.pop(step - KEPT_TIMES, None)
 
     @property
     def is_time_over(self) -> bool:
@@ -401,8 +400,8 @@ class Recorder:
     @property
     def pace(self) -> float | None:
         """Seconds a step in the later half of those so far; None = it is not known yet."""
-        # Steps are remembered in their order: the first key is the smallest, and min() would look at 10,000 in every call.
-        first = max(self.steps // 2, next(iter(self._seconds_at)))
+        # Not min() of those that are remembered: the display asks four times a second, and there are 10,000.
+        first = max(self.steps // 2, self.steps + 1 - KEPT_TIMES)
         if self.steps < 2 or first not in self._seconds_at or first >= self.steps:
             return None
         return (self.seconds - self._seconds_at[first]) / (self.steps - first)

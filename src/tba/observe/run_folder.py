@@ -41,8 +41,6 @@ CARD = "README.md"
 PLOT = "evaluations.png"
 """The picture of a run's evaluations."""
 FILES = (
-    re.escape(SAVED),
-    re.escape(CLAIM),
     r"\.?(config\.yaml|(status|control|summary)\.json)(\.\d+)?",  # with a number: being written
     r"(metrics|samples)\.jsonl",
     r"\.?(replay|groups)\.(sqlite|location|stored)[\w.-]*",
@@ -367,20 +365,21 @@ def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
     return None
 
 
+def _entries(run: Path) -> list[Path]:
+    """What lies in a run folder besides the claim on it, what a script has saved there, and earlier runs."""
+    kept = {CLAIM, SAVED, *saved_names(run)}
+    return [entry for entry in run.iterdir() if entry.name not in kept and not re.fullmatch(EARLIER, entry.name)]
+
+
 def is_begun(run: Path) -> bool:
-    """Whether a folder holds more than the claim on it, what a script has saved there before its run, earlier runs, and the
-    status that the supervisor writes from the moment of the claim."""
-    names = {entry.name for entry in run.iterdir()} - {CLAIM, SAVED, *saved_names(run)}
-    return any("status.json" not in name and not re.fullmatch(EARLIER, name) for name in names)
+    """Whether a folder holds a run: more than the status that the supervisor writes from the moment of the claim."""
+    return any("status.json" not in entry.name for entry in _entries(run))
 
 
 def foreign(run: Path) -> list[str]:
     """What lies in a run folder and was not written by a run, by its path in there. Of a link only the link is looked at."""
-    saved = saved_names(run)
     found: list[Path] = []
-    for entry in run.iterdir():
-        if entry.name in saved or re.fullmatch(EARLIER, entry.name):
-            continue
+    for entry in _entries(run):
         if not _is_own(entry):
             found.append(entry)
         elif entry.is_dir() and not entry.is_symlink():
@@ -440,8 +439,7 @@ def remove_contents(run: Path) -> None:
 
 def move_aside(run: Path) -> None:
     """Move an earlier run in a folder to earlier-N in there; what no run wrote, or a script has saved, stays."""
-    own = sorted(entry for entry in run.iterdir() if entry.name not in (CLAIM, SAVED) and _is_own(entry))
-    own = [entry for entry in own if entry.name not in saved_names(run)]
+    own = sorted(entry for entry in _entries(run) if _is_own(entry))
     if not own or not is_begun(run):
         return
     # Numbers only rise, also where somebody has deleted one in between.

@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
-from tba.replay.sampling import BufferedGroup, Choice, GroupQueue, MixedRule, PromptDraws, PromptEntry
+from tba.replay.sampling import BufferedGroup, GroupQueue, MixedRule, PromptDraws, PromptEntry
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
@@ -131,7 +131,7 @@ class ReplayBuffer:
         """P prompts x K responses, all of one reference version (None = the newest stored), by the mixed rule, or with
         a queue in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
         version, K = self._version_to_sample(reference_version), samples_per_prompt
-        used_up: Choice = []
+        used_up: list[BufferedGroup] = []
         if self._queue is not None:
             chosen, used_up = self._queue.choose(self._entries, num_prompts, K, self.rng, reference_version=version)
         else:
@@ -142,8 +142,8 @@ class ReplayBuffer:
             chosen = self._mixed.choose(self._entries, num_prompts, K, self.rng, draws=draws)
         self._ages = step - np.concatenate([entry.columns["version"][own] for entry, own in chosen]).astype(np.int64)
         batch = make_batch(chosen, K, reward_names=self.reward_names)
-        for entry, positions in used_up:  # only now: the batch was copied out of them
-            self._remove(entry, positions)
+        for group in used_up:  # only now: the batch was copied out of them
+            self._remove_group(group)
         return batch
 
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: Collection[str] = ()) -> bool:
@@ -308,6 +308,11 @@ class ReplayBuffer:
             self._counts["evicted"] += count
             self._remove(entry, np.arange(count), keep=keep)
 
+    def _remove_group(self, group: BufferedGroup) -> None:
+        """Take a group out. Its positions are looked up now: they move when another group of its prompt leaves."""
+        if len(positions := group.positions(self._entries)):
+            self._remove(self._entries[group.entry], positions)
+
     def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
         """Take responses out; an entry left empty goes too, except the one about to be filled."""
         if not len(positions):
@@ -364,8 +369,7 @@ class ReplayBuffer:
         if self._queue is not None:
             for crowded_out in self._queue.append(group):
                 before = len(self)
-                if len(positions := crowded_out.positions(self._entries)):
-                    self._remove(self._entries[crowded_out.entry], positions)
+                self._remove_group(crowded_out)
                 self._counts["expired"] += before - len(self)
 
     def _version_to_sample(self, reference_version: int | None) -> int:

@@ -134,9 +134,9 @@ class GroupQueue:
         rng: np.random.Generator,
         *,
         reference_version: int,
-    ) -> tuple[Choice, Choice]:
-        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and everything of the groups
-        whose last use this was. A second group of a prompt is passed over, and keeps its place, while there are other
+    ) -> tuple[Choice, list[BufferedGroup]]:
+        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and those whose last use this
+        was. A second group of a prompt is passed over, and keeps its place, while there are other
         prompts to fill the batch with."""
         firsts: dict[int, BufferedGroup] = {}
         passed_over: list[BufferedGroup] = []
@@ -147,7 +147,8 @@ class GroupQueue:
                 firsts[group.entry] = group
             if len(firsts) == num_prompts:
                 break
-        chosen, used_up = [], []
+        chosen: Choice = []
+        used_up: list[BufferedGroup] = []
         for group in [*firsts.values(), *passed_over][:num_prompts]:
             entry, positions = entries[group.entry], group.positions(entries)
             # A random choice, not the first K: what is trained must not depend on a response's place in its group.
@@ -157,7 +158,7 @@ class GroupQueue:
             if group.uses < self._max_uses:
                 self.groups.append(group)
             else:
-                used_up.append((entry, positions))
+                used_up.append(group)
         return chosen, used_up
 
     def _ready(self, entries: Mapping[int, PromptEntry], reference_version: int) -> Iterator[BufferedGroup]:
