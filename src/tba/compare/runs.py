@@ -334,7 +334,8 @@ def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
             remove_contents(cell.folder.path)
         finally:
             earlier.release()
-    error, started = None, time.monotonic()
+    error: str | None = None
+    started = time.monotonic()
     try:
         summary = train(cell.config, listener=MetricCheck(plan.study, cell.label))
         if not is_result(summary):

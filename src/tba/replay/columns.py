@@ -267,13 +267,13 @@ def decode(payload: bytes) -> TrajectoryGroup:
         offset += arrays[name].nbytes
     prompt_tokens = arrays.pop("prompt")
     spans = [tuple((first, version) for first, version in own) for own in header["version_spans"]]
+    fields: dict[str, Any] = {**{name: header[key] for key, name in LISTS.items()}, **arrays}
     columns = ResponseColumns(
         lengths=np.array(tokens, np.int64),
         version_spans=spans,
         versions=np.array([min(version for _, version in own) for own in spans], np.int64),
         reward_names=[tuple(names) for names in header["rewards"]],
-        **{name: header[key] for key, name in LISTS.items()},
-        **arrays,
+        **fields,
     )
     return TrajectoryGroup(
         id=header["id"],
