@@ -31,23 +31,27 @@ not be drawn again and again; one that it says too often is still drawn now and 
 class PackedGroup:
     """Responses of one prompt, as PromptEntry stores them."""
 
+    ids: list[bytes]
+    """Token ids of each response, int32, ~id where the policy did not choose the token."""
+    floats: list[bytes]
+    """log_ref, behaviour and policy log-probs (and step values) of each token, float32 [T, 3 or 4]."""
     columns: dict[str, np.ndarray]
-    """One array per fact. `ids`: bytes of each response's token ids, int32, ~id where the policy did not choose the token.
-    `floats`: bytes of its tokens' log_ref, behaviour and policy log-probs (and step values), float32 [T, 3 or 4]. `version`,
-    `truncated` and `rewards` [R, C]. `log_importance`: the clipped log of reference / behaviour probability, 0 where that is
-    unknown. `has_lag`: whether the policy of some version generated the response."""
+    """One array per fact: `version`, `truncated` and `rewards` [R, C]; `log_importance`, the clipped log of reference /
+    behaviour probability (0 where that is unknown); `has_lag`, whether the policy of some version generated the response."""
     reference_version: int
     """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
         """Number of responses."""
-        return len(self.columns["ids"])
+        return len(self.ids)
 
     def take(self, responses: Sequence[int]) -> PackedGroup:
         """Some of the responses, in the order given."""
         if len(responses) == len(self):
             return self
         return PackedGroup(
+            ids=[self.ids[r] for r in responses],
+            floats=[self.floats[r] for r in responses],
             columns={name: column[responses] for name, column in self.columns.items()},
             reference_version=self.reference_version,
         )
@@ -71,9 +75,9 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     with np.errstate(over="ignore"):
         rewards = columns.components(reward_names).astype(np.float32)
     return PackedGroup(
+        ids=cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
+        floats=cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
         columns={
-            "ids": cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
-            "floats": cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
             "version": columns.versions.astype(np.int32),
             "truncated": np.array([finish == "length" for finish in columns.finishes]),
             "rewards": rewards,
@@ -85,13 +89,11 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     )
 
 
-def cut(memory: bytes, lengths: np.ndarray) -> np.ndarray:
+def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
     """The memory of each response, in proportion to its number of tokens: bytes objects, which Python's allocator takes back
     one by one."""
     width = len(memory) // max(1, int(lengths.sum()))
-    found = np.empty(len(lengths), object)
-    found[:] = [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
-    return found
+    return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
 
 
 def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
@@ -141,10 +143,11 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
         values = np.concatenate([entry.columns[name][own] for entry, own in padded])
         return values.reshape(len(padded), K, *values.shape[1:])
 
-    ids = column("ids").ravel().tolist()
+    ids = [entry.ids[position] for entry, own in padded for position in own.tolist()]
     lengths = np.array([len(own) // 4 for own in ids], np.int64)
     ids_N, loss_mask_N = unpack_ids(b"".join(ids))
-    floats = np.frombuffer(b"".join(column("floats").ravel().tolist()), np.float32).reshape(len(ids_N), -1)
+    joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])
+    floats = np.frombuffer(joined, np.float32).reshape(len(ids_N), -1)
     rewards_PKC = column("rewards")
     return Batch(
         prompt_ids=tuple(entry.prompt_id for entry, _ in chosen),

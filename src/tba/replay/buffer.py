@@ -189,12 +189,11 @@ class ReplayBuffer:
     def recompute_reference(self, version: int, score: ScoreFunction) -> int:
         """Replace every log_ref by the one of the reference `version`; returns the number of responses scored anew."""
         for entry in self._entries.values():
-            stored = entry.columns["floats"]
-            ids = [unpack_ids(own)[0] for own in entry.columns["ids"]]
+            ids = [unpack_ids(own)[0] for own in entry.ids]
             for position, log_ref in enumerate(score([entry.prompt_tokens] * len(ids), ids)):
-                floats = np.frombuffer(stored[position], np.float32).reshape(len(log_ref), -1).copy()
+                floats = np.frombuffer(entry.floats[position], np.float32).reshape(len(log_ref), -1).copy()
                 floats[:, 0] = log_ref
-                stored[position] = floats.tobytes()
+                entry.floats[position] = floats.tobytes()
             entry.reference_version = version
         self._entry_of = {(entry.prompt_id, version): entry for entry in self._entries.values()}
         if self._draws:
@@ -221,12 +220,8 @@ class ReplayBuffer:
         """What is stored, in which order it will be drawn, what was counted, and the random state: everything but the
         settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
         entries = list(self._entries.values())
-        columns = {
-            name: np.concatenate([entry.columns[name] for entry in entries])
-            for name in (entries[0].columns if entries else ())
-            if name != "logit"
-        }
-        ids, floats = (columns.pop(name).tolist() if entries else [] for name in ("ids", "floats"))
+        ids = [own for entry in entries for own in entry.ids]
+        names = [name for name in entries[0].columns if name != "logit"] if entries else []
         return {
             **{name: getattr(self, name) for name in STATE},
             "entries": [
@@ -234,10 +229,10 @@ class ReplayBuffer:
                 for e in entries
             ],
             "prompt_tokens": np.concatenate([entry.prompt_tokens for entry in entries]) if entries else None,
-            "columns": columns,
+            "columns": {name: np.concatenate([entry.columns[name] for entry in entries]) for name in names},
             "lengths": np.array([len(own) // 4 for own in ids], np.int64),
             "ids": bytearray().join(ids),
-            "floats": bytearray().join(floats),
+            "floats": bytearray().join([own for entry in entries for own in entry.floats]),
             "groups": _numbers(self._groups),
             "queue": None if self._queue is None else _numbers(self._queue.groups),
         }
@@ -250,15 +245,15 @@ class ReplayBuffer:
         if self._queue is not None:
             queued = state["groups"] if state["queue"] is None else state["queue"]
             self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
-        memory = {name: cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats")}
-        columns = self._with_logits({**state["columns"], **memory})
+        columns = self._with_logits(state["columns"])
+        ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
         for index, prompt_id, reference_version, newest_group_arrival, num_responses, num_tokens in state["entries"]:
             own, prompt_tokens = slice(first, first + num_responses), slice(first_token, first_token + num_tokens)
             prompt = Prompt(id=prompt_id, token_ids=state["prompt_tokens"][prompt_tokens], text="")
             entry = self._make_entry(index, prompt, reference_version)
             # Copies: a view would keep the memory of all prompts for as long as one response of this one stays.
-            entry.append({name: column[own].copy() for name, column in columns.items()})
+            entry.append(ids[own], floats[own], {name: column[own].copy() for name, column in columns.items()})
             entry.newest_group_arrival = newest_group_arrival
             self._entries[index] = self._entry_of[prompt_id, reference_version] = entry
             first, first_token = own.stop, prompt_tokens.stop
@@ -281,7 +276,7 @@ class ReplayBuffer:
         """The group without copies inside it (the last one stays) and without more than fits."""
         keep = list(range(len(packed)))
         if self.config.deduplicate:
-            keep = sorted({tokens: response for response, tokens in enumerate(packed.columns["ids"])}.values())
+            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
             self._counts["duplicates"] += len(packed) - len(keep)
         # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
         return packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
@@ -290,7 +285,7 @@ class ReplayBuffer:
         """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
         oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
         if entry.arrival_of:
-            copies = [entry.arrival_of[own] for own in packed.columns["ids"] if own in entry.arrival_of]
+            copies = [entry.arrival_of[own] for own in packed.ids if own in entry.arrival_of]
             self._counts["duplicates"] += len(copies)
             self._remove(entry, entry.columns["arrival"].searchsorted(copies), keep=entry)
         self._evict(entry, len(entry) + len(packed) - self._capacity_per_prompt, keep=entry)
@@ -336,10 +331,10 @@ class ReplayBuffer:
         columns["score"] = score = combine_rewards(columns["rewards"], self._reward_weights)
         if self._truncated_reward is not None:
             score[columns["truncated"]] = self._truncated_reward
-        entry.append(self._with_logits(columns))
+        entry.append(packed.ids, packed.floats, self._with_logits(columns))
         self._next_arrival = end
         self._num_responses += len(packed)
-        self._num_tokens += sum(map(len, columns["ids"])) // 4
+        self._num_tokens += sum(map(len, packed.ids)) // 4
         if entry.index not in self._entries:
             self._entries[entry.index] = entry
             self._entry_of[entry.prompt_id, entry.reference_version] = entry

@@ -34,9 +34,11 @@ class PromptEntry:
     prompt_id: str
     prompt_tokens: np.ndarray
     reference_version: int
+    ids: list[bytes] = field(default_factory=list)
+    floats: list[bytes] = field(default_factory=list)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """The responses by position, one array per fact: those of `PackedGroup`, `arrival` and `score`, and `logit` where old
-    responses are drawn by weight."""
+    """The responses by position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are drawn by
+    weight."""
     arrival_of: dict[bytes, int] | None = None
     """Arrival number by token ids; None without deduplication."""
     newest_group_arrival: int = 0
@@ -44,7 +46,7 @@ class PromptEntry:
 
     def __len__(self) -> int:
         """Number of responses stored."""
-        return len(self.columns["arrival"]) if self.columns else 0
+        return len(self.ids)
 
     def since(self, arrival: int) -> np.ndarray:
         """Positions of the responses whose arrival number is `arrival` or larger, oldest first."""
@@ -54,10 +56,12 @@ class PromptEntry:
         """Positions of the responses with arrival numbers `first_arrival` to `end_arrival` - 1 that are still stored."""
         return np.arange(*self.columns["arrival"].searchsorted((first_arrival, end_arrival)))
 
-    def append(self, columns: Mapping[str, np.ndarray]) -> None:
+    def append(self, ids: Sequence[bytes], floats: Sequence[bytes], columns: Mapping[str, np.ndarray]) -> None:
         """Add the responses of a group as the newest."""
         if self.arrival_of is not None:
-            self.arrival_of.update(zip(columns["ids"].tolist(), columns["arrival"].tolist()))
+            self.arrival_of.update(zip(ids, columns["arrival"].tolist()))
+        self.ids += ids
+        self.floats += floats
         self.newest_group_arrival = int(columns["arrival"][0])
         self.columns = {
             name: np.concatenate([self.columns[name], values]) if self.columns else values
@@ -66,13 +70,20 @@ class PromptEntry:
 
     def discard(self, positions: np.ndarray) -> int:
         """Remove the responses at these positions, none of which is named twice; returns their number of tokens."""
-        ids = self.columns["ids"][positions].tolist()
+        count, removed = len(positions), [self.ids[position] for position in positions.tolist()]
         if self.arrival_of is not None:
-            for own in ids:
+            for own in removed:
                 self.arrival_of.pop(own, None)  # absent of a copy that came without deduplication
-        # Positions move up: a response is named by its arrival number where it has to be found later.
-        self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
-        return sum(map(len, ids)) // 4
+        if np.array_equal(positions, np.arange(count)):
+            # The oldest leave without a copy: one prompt may have 100,000 responses, and every group that comes evicts some.
+            del self.ids[:count], self.floats[:count]
+            self.columns = {name: values[count:] for name, values in self.columns.items()}
+        else:
+            # From the end, because those behind a response that leaves move up.
+            for position in sorted(positions.tolist(), reverse=True):
+                del self.ids[position], self.floats[position]
+            self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
+        return sum(map(len, removed)) // 4
 
 
 Choice = list[tuple[PromptEntry, np.ndarray]]
