@@ -104,9 +104,9 @@ class Study(Section):
             for key in flatten(overrides).keys() & SET_BY_STUDY.keys():
                 raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
         # Two labels in one folder would overwrite each other's runs.
-        for name, labels in (("rows", self.rows), ("columns", self.columns)):
+        for name, own in (("rows", self.rows), ("columns", self.columns)):
             taken: dict[str, str] = {}
-            for label in labels:
+            for label in own:
                 folder = folder_name(label)
                 if (other := taken.setdefault(folder, label)) != label:
                     raise ValueError(f"{name} {other!r} and {label!r} would share the folder {folder}: rename one.")
