@@ -178,6 +178,9 @@ def test_the_command_lists_and_exports(run, tmp_path):
         (["--export", "x.csv"], "--export x.csv: the name must end with .jsonl or .parquet"),
         (["--export", "nowhere/x.jsonl"], "--export nowhere/x.jsonl: there is no folder nowhere."),
         (["--export", "/proc/x.jsonl"], "--export /proc/x.jsonl cannot be written: No such file or directory."),
+        (["--min-reward", "1", "--max-reward", "0"], "--min-reward and --max-reward: the first bound is above"),
+        (["--version", "9:3"], "--version: the first bound is above the second, so that no group is left. Swap them."),
+        (["--since", "1h", "--until", "2h"], "--since and --until: the first bound is above the second"),
     ],
 )
 def test_a_wrong_option_is_one_line(run, options, message, monkeypatch, capsys):

@@ -52,6 +52,16 @@ class GroupFilter:
     limit: int | None = None
     """Most groups; the newest are taken."""
 
+    def __post_init__(self) -> None:
+        bounds = {
+            "--min-reward and --max-reward": (self.min_reward, self.max_reward),
+            "--version": (self.first_version, self.last_version),
+            "--since and --until": (self.since, self.until),
+        }
+        for names, (least, most) in bounds.items():
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"{names}: the first bound is above the second, so that no group is left. Swap them.")
+
     def arrivals(self, path: Path) -> list[int]:
         """Arrival numbers of the groups in a database, oldest first."""
         conditions = {
