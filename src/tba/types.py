@@ -8,7 +8,7 @@ of a batch laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -419,19 +419,6 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedTensors:
-    """Tensors in another process's memory on the same GPU, until their place is used for a later version.
-
-    SharedTensors(handles={"lm_head.weight": (...)}, is_there=lambda: True)
-    """
-
-    handles: Mapping[str, tuple[Any, ...]]
-    """By name the arguments of torch's `rebuild_cuda_tensor`."""
-    is_there: Callable[[], bool]
-    """Whether they are still what they were: to be asked before they are read and again after."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
     """Named tensors of one version, as published.
 
@@ -443,6 +430,3 @@ class Weights:
     tensors: Mapping[str, Tensor]
     checksum: int | None = None
     """Of the tensors as published; None = they never left their process."""
-    shared: SharedTensors | None = None
-    """The same on the GPU that trainer and searcher use, where they lie there; an engine that runs in a process of its own,
-    or opens memory itself, can do so there instead of taking `tensors`."""

@@ -59,14 +59,12 @@ def make_engine(
     version: int = 0,
     update: Update = "in_flight",
     explores: bool = False,
-    beside_trainer: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
     new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
-    them have finished. `explores` says that some requests are sampled otherwise than the config has it. `beside_trainer`
-    says that whole weights come from another process on the same GPU (`Weights.shared`); vLLM then opens them itself. The
+    them have finished. `explores` says that some requests are sampled otherwise than the config has it. The
     transformers engine decodes with a copy of the model, where the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
@@ -92,7 +90,7 @@ def make_engine(
             raise ConfigError(
                 f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
             ) from error
-        return make_vllm_engine(model, scorer=scorer, beside_trainer=beside_trainer, **options)
+        return make_vllm_engine(model, scorer=scorer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)

@@ -189,7 +189,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
     loaded = load_model(own.model)
     task = make_task_for(own, loaded)
     try:
-        engine = make_search_engine(own, loaded, beside_trainer=ends.weights.on_gpu)
+        engine = make_search_engine(own, loaded)
         reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
