@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, make_prompt, make_tiny_model
 
-from tba.generate.decoder.attention import CausalAttention
 from tba.generate.decoder.build import make_decoder
 from tba.generate.decoder.decoder import rotate
 from tba.generate.decoder.fused_pass import FusedPass, make_fused_pass, why_not_fused
+from tba.generate.decoder.layers import CausalAttention
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 

@@ -451,7 +451,7 @@ class SharedLLM:
         self.add(tokens[:-1], parameters, take)
 
 
-# --- vLLM itself ----------------------------------------------------------------------------------------------------------
+# --- vLLM itself ------------------------------------------------------------------------------------------------------
 
 
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -556,7 +556,7 @@ def cache_bytes(config: Any, dtype: torch.dtype, max_length: int, sequences: int
     return max(per_sequence, min(sequences * per_sequence, limit))
 
 
-# --- weights --------------------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -3,6 +3,13 @@
 Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
 balance. They live with the trainer, in fp32, and never travel to searchers.
 
+The weights may be spread over the ranks of a process group, by PyTorch's FSDP2. Every layer is a group of parameters that is
+gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
+Each rank keeps its rows of every parameter: of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9.
+
+    rank 0  rows 0..2 of every parameter   its gradients   its master weights and moments
+    rank 1  rows 3..5 ...
+
 Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
 """
 
@@ -31,10 +38,18 @@ from tba.types import Forward
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger("tba.models")
 
 SMALLEST_SQUARE = 1e-12
 """Number added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
+Compute = Callable[..., tuple[Any, ...]]
+"""A forward pass: it returns tensors, or None in the place of one."""
 
 
 class PolicyModel:
@@ -110,7 +125,7 @@ class PolicyModel:
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the model over the ranks of a mesh, in place: from here on all of them run `forward` at once. The heads
         stay whole on every rank."""
-        from tba.policy.sharding import shard
+        from tba.policy.model import shard
 
         self._compute = shard(self.model, self._outputs, mesh)
 
@@ -273,3 +288,64 @@ def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
         [head.weight, up.weight.to(head.weight.dtype)], dim=1
     )
+
+
+# --- weights spread over ranks ---------------------------------------------------------------------------------------
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or a gradient, sharing its memory; a tensor that is not sharded is all here."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Their module takes long to import, and a trainer of one rank never meets one."""
+    return hasattr(tensor, "to_local")
+
+
+def rows_of_rank(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row of a rank and the one after its last: rows_of_rank(10, 3, 4) == (9, 10)."""
+    each = -(-num_rows // size)
+    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
+
+
+class ShardedForward(nn.Module):
+    """The forward pass of a policy as one module: FSDP2 gathers what lies around the layers while it runs."""
+
+    def __init__(self, model: PreTrainedModel, compute: Compute) -> None:
+        super().__init__()
+        self.model = model
+        self._compute = compute
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        # FSDP2 hooks into the tensors that a module returns, which it cannot do for views.
+        outputs = self._compute(*arguments, **options)
+        return tuple(part.clone() if part is not None and part._is_view() else part for part in outputs)
+
+
+def shard(model: PreTrainedModel, compute: Compute, mesh: DeviceMesh) -> Compute:
+    """Spread the model's parameters over the ranks, in place. From here on `compute`, which returns tensors, runs through
+    what this returns, and on all ranks at once."""
+    from torch.distributed.fsdp import fully_shard
+
+    trunk = trunk_of(model)
+    layers = getattr(trunk, "layers", None) or getattr(trunk, "h", None)
+    if layers is None:
+        raise ValueError(
+            f"train.ranks: {type(model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "
+            "train.ranks=1."
+        )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    # What lies around the layers stays whole from the forward pass to the backward pass: the head is used in both.
+    whole = ShardedForward(model, compute)
+    sharded = fully_shard(whole, mesh=mesh, reshard_after_forward=False)
+
+    def run(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        outputs = whole(*arguments, **options)
+        if not torch.is_grad_enabled():
+            sharded.reshard()  # no backward pass will: the next forward pass would go on with these weights
+        return outputs
+
+    return run

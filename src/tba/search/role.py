@@ -14,8 +14,7 @@ import torch
 
 from tba.config import Config, ConfigError
 from tba.generate.contract import Engine, Scorer
-from tba.models.cpu import use_cpu
-from tba.models.load import LoadedModel, adapt, load_model
+from tba.models.load import LoadedModel, adapt, load_model, use_cpu
 from tba.models.weights import CanaryMismatch
 from tba.replay.columns import acknowledged_log
 from tba.runtime.board import Row

@@ -115,7 +115,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:
-    """A change of a matrix, up x down, that is kept beside it (adapter.py)."""
+    """A change of a matrix, up x down, that is kept beside it (`DecoderAdapter`)."""
 
     down: Tensor
     """[R, in]"""

@@ -25,12 +25,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tba.generate.contract import Engine, Update
-from tba.generate.decoder.adapter import DecoderAdapter
-from tba.generate.decoder.attention import Attend
-from tba.generate.decoder.build import make_decoder
-from tba.generate.decoder.check import check_engine
-from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.build import check_engine, make_decoder
+from tba.generate.decoder.decoder import Decoder, DecoderAdapter
 from tba.generate.decoder.fused_pass import why_not_fused
+from tba.generate.decoder.layers import Attend
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
     DECODE_STEPS_PER_SNAPSHOT,
@@ -39,8 +37,7 @@ from tba.generate.native.cuda_graphs import (
     slots_of_graph,
 )
 from tba.generate.native.paged_cache import PAGE, PagedCache, default_cache_bytes
-from tba.generate.native.prefill import PagedPrefill, SlotPrefill
-from tba.generate.native.prompt_queue import READ_AHEAD, KeyValueCache, PrefillQueue
+from tba.generate.native.prefill import READ_AHEAD, KeyValueCache, PagedPrefill, PrefillQueue, SlotPrefill
 from tba.generate.native.slot_cache import SlotAttention, SlotCache
 from tba.generate.native.slots import RunningResponses, SlotState, SlotTable
 from tba.generate.sampling import BrokenLogits, SamplingNeeds, sample

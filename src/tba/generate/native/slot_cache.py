@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.decoder.attention import attention_with_sinks
+from tba.generate.decoder.layers import attention_with_sinks
 from tba.generate.decoder.spec import DecoderSpec
 from tba.policy.packed_attention import softcapped_attention
 from tba.types import on_device

@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.native.prefill import PagedPrefill, SlotPrefill
-from tba.generate.native.prompt_queue import KeyValueCache, PrefillQueue, WaitingPrompt
+from tba.generate.native.prefill import KeyValueCache, PagedPrefill, PrefillQueue, SlotPrefill, WaitingPrompt
 from tba.generate.sampling import (
     Response,
     SampledTokens,
