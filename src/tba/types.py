@@ -8,7 +8,7 @@ of a batch laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -365,6 +365,23 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy each source over its target, casting: on a GPU in a few kernels for all of them, where launching one for each of
+    hundreds would take longer than copying."""
+    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        is_plain = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
+        if is_plain and target.is_cuda and source.device == target.device:
+            # PyTorch copies a list at once only where all of it has the same dtypes and layout.
+            own_targets, own_sources = alike.setdefault((target.dtype, source.dtype, target.device), ([], []))
+            own_targets.append(target)
+            own_sources.append(source)
+        else:
+            target.copy_(source)
+    for own_targets, own_sources in alike.values():
+        torch._foreach_copy_(own_targets, own_sources)
 
 
 TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")

@@ -32,7 +32,9 @@ LENGTHS = [7, 1, 4]
 @pytest.fixture(params=["head", "several", "row"])
 def program(request, monkeypatch):
     """A program of the rotation does one head (few rows), several, or a whole row (many)."""
-    monkeypatch.setattr("tba.generate.kernels.layer.PROGRAMS", {"row": 1, "several": 16, "head": 2048}[request.param])
+    monkeypatch.setattr(
+        "tba.generate.kernels.layer.ROTATING_PROGRAMS", {"row": 1, "several": 16, "head": 2048}[request.param]
+    )
 
 
 def decoders(family: str):

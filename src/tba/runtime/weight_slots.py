@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.weights import ChecksumMismatch, checksum, copy_all, verify
 from tba.runtime.board import SharedMemory
-from tba.runtime.host_copies import PackedWriter, lock_pages
+from tba.runtime.host_copies import ChecksumMismatch, PackedWriter, checksum, lock_pages, verify
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
-from tba.types import Weights
+from tba.types import Weights, copy_all
 
 logger = logging.getLogger("tba")
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.models.weights import check_fits, copy_all
+from tba.models.weights import check_fits
+from tba.types import copy_all
 
 
 class UnsupportedModel(Exception):

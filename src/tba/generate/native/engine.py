@@ -138,7 +138,6 @@ class NativeEngine(Engine):
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
     def sibling(self) -> NativeEngine:
-        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
         # Made once: its tables and graphs cost as much memory and time as this one's.
         if self._sibling is None:
             self._sibling = NativeEngine(
@@ -157,7 +156,6 @@ class NativeEngine(Engine):
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
-        """Log-probs of given responses under the weights in use."""
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
     def _use(self, weights: Weights) -> None:
@@ -191,7 +189,7 @@ class NativeEngine(Engine):
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
         queue = self._queue = PrefillQueue(
-            self._fitting(requests, sampling),
+            requests,
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
@@ -208,15 +206,6 @@ class NativeEngine(Engine):
     def _stop(self) -> None:
         self._queue = None
         self._running.clear()
-
-    def _fitting(self, requests: Iterator[Request | None], sampling: Sampling) -> Iterator[Request | None]:
-        """The same requests, with an error at the first whose keys and values have no room."""
-        for request in requests:
-            if request is not None:
-                prompt, most = request.prompt, (request.sampling or sampling).max_new_tokens
-                length = len(prompt.token_ids) + max(len(request.prefix_ids), most)
-                self.cache.check_fits(length, f"prompt {prompt.id!r} with its response")
-            yield request
 
     def _loop(self, queue: PrefillQueue, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
         overlaps, slots = self._fused is not None, self._slots

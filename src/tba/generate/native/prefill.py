@@ -162,6 +162,7 @@ class PrefillQueue:
             )
             self.completed += completed
             if responses:
+                self.cache.check_fits(responses[0].max_length, f"prompt {request.prompt.id!r} with its response")
                 for response in responses:
                     response.order = self._num_responses
                     self._num_responses += 1
