@@ -105,7 +105,7 @@ def test_prefilled_prompts_are_those_of_the_plain_pass_and_lie_as_written():
         engine._make_cache(0)
         engine.cache.positions_last = False  # the layout that CUDA has
     with torch.inference_mode():
-        got, want = fused._prefill.batch(rows, 0), plain._prefill.batch(rows, 0)
+        got, want = fused._prefill.batch(rows, 0)[0], plain._prefill.batch(rows, 0)[0]
     assert_equal(got.keys, want.keys)
     assert_equal(got.values, want.values)
     # [M, B, K, L, D] as a view of tokens times heads: written once, by the kernel.

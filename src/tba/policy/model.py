@@ -70,27 +70,23 @@ class PolicyModel:
         """`max_length` is the longest sequence of the run in tokens; None = the model's context."""
         self.model = model
         max_length = max_length or stated_context(model.config)
-        self.critic = None
-        self.log_z = None
         self._compute: Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]] = self._outputs
         switch = switch_length(model.config)
         self.switch = None if switch is None or (max_length or switch + 1) <= switch else switch
         """Length in tokens beyond which a sequence has other rotary angles; None = none of the run has."""
+        self.packed = True  # the trial below computes as if it were so
         # A second user of one model finds it switched over already.
-        self.packed = model.config._attn_implementation == PACKED or self._try_packed(max_length)
+        if model.config._attn_implementation != PACKED:
+            problem = switch_to_packed(model, self._outputs, max_length=max_length)
+            self.packed = problem is None
+            if problem is not None:
+                logger.warning(
+                    "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
+                )
         if critic is not None or log_z is not None:
             self._check_gives_hidden_states()
         self.critic = critic
         self.log_z = log_z
-
-    def _try_packed(self, max_length: int | None) -> bool:
-        self.packed = True
-        problem = switch_to_packed(self.model, self._outputs, max_length=max_length)
-        if problem is not None:
-            logger.warning(
-                "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
-            )
-        return problem is None
 
     def _check_gives_hidden_states(self) -> None:
         if not self.packed:
@@ -138,7 +134,12 @@ class PolicyModel:
             if len(parts) > 1:
                 return self._outputs_of_parts(parts, temperature)
         head = self.model.get_output_embeddings()
-        hidden = self._hidden(trunk_of(self.model), packed)
+        hidden = trunk_of(self.model)(
+            input_ids=packed.input_ids_T[None],
+            position_ids=packed.positions_T[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        ).last_hidden_state
         hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
         config = self.model.config.get_text_config()
         log_pi, entropy = chosen_log_probs(
@@ -163,15 +164,6 @@ class PolicyModel:
     def heads(self) -> list[nn.Module]:
         """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
-
-    def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
-        output = trunk(
-            input_ids=packed.input_ids_T[None],
-            position_ids=packed.positions_T[None],
-            use_cache=False,
-            packed_layout=packed.layout,
-        )
-        return output.last_hidden_state
 
     def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
         """The model's own logits, whatever it does to them."""

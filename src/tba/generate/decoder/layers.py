@@ -15,6 +15,7 @@ X experts, C experts chosen by a token, R = N C rows, F MLP width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -87,13 +88,11 @@ def attention_with_sinks(
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, group: int
 ) -> Tensor:
-    if not query.is_cuda:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
-        )
-    if mask is not None and group > 1:  # no kernel on CUDA takes both a mask and grouped heads, but cuDNN's
+    if (
+        query.is_cuda and mask is not None and group > 1
+    ):  # no kernel on CUDA takes both a mask and grouped heads, but cuDNN's
         key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
-    with sdpa_kernel(WITHOUT_PLANS):
+    with sdpa_kernel(WITHOUT_PLANS) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
         )

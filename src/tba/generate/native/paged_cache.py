@@ -227,13 +227,9 @@ class PagePool:
         self._place = np.append(self._place, np.arange(count))
         # Lower numbers are taken first: what is in use stays in few chunks.
         new = np.arange(first + count - 1, max(first, SCRATCH + 1) - 1, -1)
-        old, self._free = self._free[: self.num_free], np.zeros(self.num_pages, dtype=np.int64)
-        self._give_back_in_order(new, old)
-
-    def _give_back_in_order(self, *parts: np.ndarray) -> None:
-        self.num_free = 0
-        for pages in parts:
-            self._give_back(pages)
+        old, self._free, self.num_free = self._free[: self.num_free], np.zeros(self.num_pages, dtype=np.int64), 0
+        self._give_back(new)
+        self._give_back(old)
 
 
 class PrefixIndex:

@@ -26,7 +26,7 @@ from tba.generate.decoder.decoder import Decoder
 from tba.generate.decoder.layers import CausalAttention, as_block, attention
 from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.native.paged_cache import PagedCache, PagedPrompt, PagePool, side_by_side
-from tba.generate.native.slot_cache import Prefilled, SlotCache, SlotPrompt
+from tba.generate.native.slot_cache import SlotCache, SlotPrompt
 from tba.generate.sampling import Response, responses_of
 from tba.policy.packed_attention import additive
 from tba.policy.packing import length_batches, padded
@@ -193,12 +193,12 @@ class SlotPrefill:
         chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
         lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
-            prefilled = self.batch([chosen[index].sequence[:-1] for index in batch], version)
-            for row, index in enumerate(batch):
-                chosen[index].stored = SlotPrompt(batch=prefilled, row=row)
+            rows = [chosen[index].sequence[:-1] for index in batch]
+            for index, stored in zip(batch, self.batch(rows, version)):
+                chosen[index].stored = stored
 
     @torch.inference_mode()
-    def batch(self, rows: Sequence[np.ndarray], version: int) -> Prefilled:
+    def batch(self, rows: Sequence[np.ndarray], version: int) -> list[SlotPrompt]:
         """One pass over a right-padded batch; padding comes last, so no real token sees it."""
         device = self.decoder.device
         # A prompt of one token leaves nothing to prefill, but a pass needs a column.
@@ -209,7 +209,8 @@ class SlotPrefill:
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
         # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
         keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
-        return Prefilled(keys=keys, values=attend.values, version=version)
+        values = attend.values
+        return [SlotPrompt(keys=keys, values=values, row=row, version=version) for row in range(len(rows))]
 
 
 class Part(NamedTuple):

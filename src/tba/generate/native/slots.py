@@ -75,10 +75,6 @@ class SlotTable:
         """Whether at least one slot has a response."""
         return self.count > len(self.gaps)
 
-    def is_full(self) -> bool:
-        """Whether no slot is free."""
-        return self.count == len(self.responses) and not self.gaps
-
     @property
     def num_free(self) -> int:
         """Number of slots without a response."""
@@ -356,7 +352,7 @@ class RunningResponses:
 
         `resumed_only` leaves out those that have no token yet, as while weights wait for running responses to finish.
         """
-        if queue.waiting and (not self.table.is_full() or self.prefill.is_early(queue.waiting[0])):
+        if queue.waiting and (self.table.num_free or self.prefill.is_early(queue.waiting[0])):
             waiting = queue.resumed() if resumed_only else list(queue.waiting)
             if waiting:
                 self._admit(queue, waiting, version)
@@ -368,7 +364,7 @@ class RunningResponses:
         self._start(queue, version, len(waiting))
         if queue.first(version) is None:
             at_once = not self.table.any_running()
-            if not self.table.is_full():
+            if self.table.num_free:
                 self.prefill(waiting, version, at_once=at_once)
                 self._start(queue, version, len(waiting))
             elif self.prefill.is_early(waiting[0]):
