@@ -72,6 +72,7 @@ class Engine(ABC):
             checked = checked_requests(requests, sampling, self.max_length)
             yield from self._generate(checked, samples_per_prompt, sampling, between_steps)
         finally:
+            # In this order: weights wait for responses that are unfinished, and after `_stop` there are none.
             self._stop()
             self._load_pending()
             self._generating = False

@@ -186,6 +186,7 @@ class PolicyModel:
         tokens = torch.from_numpy(np.concatenate([prompt_ids, response_ids])).long().to(self.device)
         options: dict[str, Any] = {"use_cache": False}
         if self.packed:
+            # The model attends by layouts from now on: one root is a plain sequence.
             options["packed_layout"] = PackedLayout(root_lengths=[len(tokens) - 1], device=self.device)
         published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         output = functional_call(self.model, published, (tokens[None, :-1],), options)

@@ -176,7 +176,7 @@ class _Builder:
             output=self._linear([(prefix + names.output, _same)]),
             mlp_norm=norm(names.mlp_norm),
             mlp=self._experts(prefix) if has_experts else self._dense(prefix),
-            sinks=self._sinks(prefix + names.sinks) if spec.sinks else None,
+            sinks=self._stack([(prefix + names.sinks, _same)], _same, torch.float32) if spec.sinks else None,
             query_norm=head_norm(names.query_norm, head_dims[0]),
             key_norm=head_norm(names.key_norm, head_dims[1]),
             attention_post_norm=norm(names.attention_post_norm, spec.post_norms),
@@ -192,7 +192,7 @@ class _Builder:
     def _experts(self, prefix: str) -> Experts:
         router = self._linear([(prefix + self.names.router, _same)])
         arrange = _gate_first_of_pairs if self.names.mixed_experts else _same
-        turned = _transpose_each if self.names.mixed_experts else _same
+        turned = _transpose if self.names.mixed_experts else _same
         base = prefix + self.names.experts
         biased = f"{base}.gate_up_proj_bias" in self.shapes
         return Experts(
@@ -202,9 +202,6 @@ class _Builder:
             up_bias=self._stack([(f"{base}.gate_up_proj_bias", arrange)], _same, self.dtype) if biased else None,
             down_bias=self._stack([(f"{base}.down_proj_bias", _same)], _same, self.dtype) if biased else None,
         )
-
-    def _sinks(self, name: str) -> Tensor:
-        return self._stack([(name, _same)], _same, torch.float32)
 
     def _qkv_sources(self) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
         if len(self.names.qkv) == 3:
@@ -285,10 +282,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _transpose(tensor: Tensor) -> Tensor:
-    return tensor.t()
-
-
-def _transpose_each(tensor: Tensor) -> Tensor:
+    """A matrix, or each of several, turned."""
     return tensor.transpose(-1, -2)
 
 

@@ -184,6 +184,7 @@ class NativeEngine(Engine):
     def _use(self, weights: Weights) -> None:
         if self._slots.any_running():
             self._synchronize()  # the spans below need the number of tokens that the old weights chose
+        # Before anything is noted: where a tensor does not fit this raises, and the engine goes on as it was.
         self._load_in_place(weights.tensors)
         self.version = weights.version
         for slot, response in self._slots.items():
@@ -298,6 +299,7 @@ class NativeEngine(Engine):
         if not started:
             return
         responses = self._remove(started)
+        # The youngest first: each comes before all that wait, so that in the end the oldest is in front.
         for response in sorted(responses, key=lambda response: -response.order):
             queue.put_back(response)
         first = [prompt for prompt in queue.waiting if prompt.responses[0] in responses]
@@ -309,6 +311,7 @@ class NativeEngine(Engine):
         """Start responses of the first prompts, in order, as far as they are ready and there are slots and room."""
         started: list[tuple[int, Response]] = []
         num_running = self._slots.count - len(self._slots.gaps)
+        # Prompts behind the first `num_prompts` stay where they are: while draining they must not start with old weights.
         last = len(queue.waiting) - num_prompts
         for slot in self._slots.free_slots():
             prompt = queue.first(self.version) if len(queue.waiting) > last else None
@@ -329,6 +332,7 @@ class NativeEngine(Engine):
             is_last=len(prompt.responses) == 1,
             num_spare=num_spare,
         ):
+            # Prompts that were computed ahead make room, the last of them first; never the one that is to start.
             if not queue.give_back(num_kept=1):
                 return False
         return True
@@ -336,7 +340,7 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def _place(self, slots: Sequence[int], responses: Sequence[Response]) -> None:
         self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
-        self.cache.flush()
+        self.cache.flush()  # before any step: the device must know the pages of the slots that run
         self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             # One that was taken out goes on in its span, unless other weights came in the meantime.

@@ -208,7 +208,7 @@ class PagePool:
                 self._add_chunk(count)
                 return True
             except torch.OutOfMemoryError as error:
-                reason = error
+                reason = error  # there may be memory for what is needed now, if not for a chunk of the usual size
         self.max_pages = self.num_pages
         size = self.num_pages * self.page_bytes / 2**30
         logger.warning("keys and values stay at %.3g GiB, and more responses wait: %.300s", size, reason)
@@ -451,8 +451,10 @@ class PagedCache:
         `is_last` says that no other response starts from the prompt: the slot takes over what is the prompt's.
         """
         num_whole, is_partial = divmod(len(prompt.ids), self.page_size)
+        # The response writes into the prompt's last page unless that is full: it gets a copy while others start from it.
         copies = int(is_partial > 0 and not is_last)
         own = max(0, self.num_pages(num_positions) - len(prompt.pages)) + copies
+        # Not as many as there are: a running response without its next page would be taken out again.
         if own + num_spare > self.pool.num_available:
             return False
         new = self.pool.allocate(own)
@@ -491,6 +493,7 @@ class PagedCache:
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those that nobody else uses are free."""
         chosen = np.asarray(slots)
+        # Noted while the counts are still there: so many entries of the device's row name pages that it loses.
         self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
         self._release(self.numbers[chosen][used])
