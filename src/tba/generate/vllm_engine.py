@@ -211,13 +211,14 @@ class VllmEngine(Engine):
         sampling: Sampling,
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        responses = self._responses(requests, samples_per_prompt, sampling)
-        while self._refill(responses) or self._running or self._ended or self._finished:
+        while self._refill(requests, samples_per_prompt, sampling) or self._running or self._ended or self._finished:
             if self._running and between_steps is not None:
                 between_steps()
             if self._running:  # scoring between the steps may have finished the last one
                 self._shared.step()
-            self._complete()
+            self._shared.score_policy(self._ended)
+            self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
+            self._ended.clear()
             while self._finished:
                 yield self._finished.popleft()
             self._load_pending()
@@ -229,32 +230,25 @@ class VllmEngine(Engine):
         self._ended.clear()
         self._finished.clear()
 
-    def _responses(
-        self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling
-    ) -> Iterator[list[Response]]:
-        """The samples of each request that need tokens; an empty list when there is nothing to start now."""
-        for request in requests:
-            responses: list[Response] = []
+    def _refill(self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling) -> bool:
+        """Start responses while slots are free (not while draining) -> whether there may be more to start."""
+        end = object()
+        while self._pending is None and len(self._running) < self.slots:
+            if self._waiting:
+                self._start(self._waiting.popleft())
+                continue
+            # Reading may load weights: the caller has control meanwhile.
+            request: Any = next(requests, end)
+            if request is end:
+                return False
             if request is not None:
                 responses, completions = responses_of(
                     request, samples_per_prompt, sampling, stop_ids=self.stop_ids, version=self.version
                 )
+                self._waiting.extend(responses)
                 self._finished.extend(completions)
-            yield responses
-
-    def _refill(self, responses: Iterator[list[Response]]) -> bool:
-        """Start responses while slots are free (not while draining) -> whether there may be more to start."""
-        while self._pending is None and len(self._running) < self.slots:
-            if not self._waiting:
-                # Reading may load weights: the caller has control meanwhile.
-                found = next(responses, None)
-                if found is None:
-                    return False
-                self._waiting.extend(found)
-                if not found:
-                    return True
-                continue
-            self._start(self._waiting.popleft())
+            if not self._waiting:  # nothing to start now, and completions are handed out before more is read
+                return True
         return True
 
     def _start(self, response: Response) -> None:
@@ -291,11 +285,6 @@ class VllmEngine(Engine):
         running.take(output)
         if output.finished:
             self._ended.append(self._running.pop(output.request_id))
-
-    def _complete(self) -> None:
-        self._shared.score_policy(self._ended)
-        self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
-        self._ended.clear()
 
 
 @dataclass(eq=False)
@@ -503,8 +492,11 @@ def make_llm(
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         **memory_options(model, dtype, max_length, slots + 1, device),
-        **(whole_prompts(max_length) if device.type == "cpu" else {}),
     }
+    if device.type == "cpu":
+        # Prompts are read in one step each: a seeded request whose prompt is read in parts ends vLLM 0.26 and 0.32 there.
+        # They turn its generator back after a part, which CPU generators do not know.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_length, STEP_TOKENS)}
     llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=BACKEND))
     llm.init_weight_transfer_engine({"init_info": {}})
     _kept.append(llm)
@@ -525,35 +517,27 @@ def config_folder(config: Any) -> Path:
     return folder
 
 
-def whole_prompts(max_length: int) -> dict[str, Any]:
-    """Prompts are read in one step each. On a CPU a seeded request whose prompt is read in parts ends vLLM 0.26 and 0.32:
-    they turn its generator back after a part, which CPU generators do not know."""
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_length, STEP_TOKENS)}
-
-
 def memory_options(
     model: nn.Module, dtype: torch.dtype, max_length: int, sequences: int, device: torch.device
 ) -> dict[str, Any]:
-    """How much memory vLLM takes. Keys and values: what all slots need at full length, at most CACHE_BYTES, and on a GPU at
-    most a CACHE_SHARE-th of it. With that given, vLLM's share of a GPU (gpu_memory_utilization; nine tenths unless said) is
-    only what it wants to find free when it starts: what it is going to use, and no more, for the trainer is there too."""
-    limit = CACHE_BYTES[device.type]
-    if device.type == "cpu":
-        return {"kv_cache_memory_bytes": cache_bytes(model.config, dtype, max_length, sequences, limit)}
-    total = torch.cuda.get_device_properties(device).total_memory
-    cache = cache_bytes(model.config, dtype, max_length, sequences, min(limit, total // CACHE_SHARE))
+    """How much memory vLLM takes. Keys and values: what all slots need at full length (one's at least), at most CACHE_BYTES,
+    and on a GPU at most a CACHE_SHARE-th of it. With that given, vLLM's share of a GPU (gpu_memory_utilization; nine tenths
+    unless said) is only what it wants to find free when it starts: what it is going to use, and no more, for the trainer is
+    there too."""
+    limit, total = CACHE_BYTES[device.type], 0
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = min(limit, total // CACHE_SHARE)
+    blocks = -(-max_length // CACHE_BLOCK_TOKENS) + 1
+    per_sequence = kv_bytes_per_token(model.config, dtype) * CACHE_BLOCK_TOKENS * blocks
+    cache = max(per_sequence, min(sequences * per_sequence, limit))
+    if not total:
+        return {"kv_cache_memory_bytes": cache}
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return {
         "kv_cache_memory_bytes": cache,
         "gpu_memory_utilization": min(1.0, (weights + cache + WORK_BYTES) / total),
     }
-
-
-def cache_bytes(config: Any, dtype: torch.dtype, max_length: int, sequences: int, limit: int) -> int:
-    """Memory for the keys and values of this many sequences of the full length, within the limit; never less than one's."""
-    blocks = -(-max_length // CACHE_BLOCK_TOKENS) + 1
-    per_sequence = kv_bytes_per_token(config, dtype) * CACHE_BLOCK_TOKENS * blocks
-    return max(per_sequence, min(sequences * per_sequence, limit))
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -580,11 +564,6 @@ def is_used_as_loaded(layer: nn.Module) -> bool:
     return plain and (type(layer) is Attention or not hasattr(layer, "process_weights_after_loading"))
 
 
-def goes_in_place(model: nn.Module, device: torch.device) -> bool:
-    """Whether new values go straight into the tensors in use."""
-    return device.type == "cuda" and all(map(is_used_as_loaded, model.modules()))
-
-
 class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
     """vLLM's side of the transfer."""
 
@@ -594,7 +573,7 @@ class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
     """Whether values go straight into the tensors in use: 24 ms instead of 124 for a 0.5B model on an H200."""
 
     def init_transfer_engine(self, init_info: InProcessInit) -> None:
-        self._in_place = goes_in_place(self.model, self.device)
+        self._in_place = self.device.type == "cuda" and all(map(is_used_as_loaded, self.model.modules()))
 
     def start_weight_update(self) -> None:
         if not self._in_place:
