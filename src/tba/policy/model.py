@@ -48,8 +48,6 @@ logger = logging.getLogger("tba.models")
 
 SMALLEST_SQUARE = 1e-12
 """Number added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
-Compute = Callable[..., tuple[Any, ...]]
-"""A forward pass: it returns tensors, or None in the place of one."""
 
 
 class PolicyModel:
@@ -119,11 +117,30 @@ class PolicyModel:
         )
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Spread the model over the ranks of a mesh, in place: from here on all of them run `forward` at once. The heads
-        stay whole on every rank."""
-        from tba.policy.model import shard
+        """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once. The
+        heads stay whole on every rank."""
+        from torch.distributed.fsdp import fully_shard
 
-        self._compute = shard(self.model, self._outputs, mesh)
+        trunk = trunk_of(self.model)
+        layers = getattr(trunk, "layers", None) or getattr(trunk, "h", None)
+        if layers is None:
+            raise ValueError(
+                f"train.ranks: {type(self.model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "
+                "train.ranks=1."
+            )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        # What lies around the layers stays whole from the forward pass to the backward pass: the head is used in both.
+        whole = ShardedForward(self.model, self._outputs)
+        sharded = fully_shard(whole, mesh=mesh, reshard_after_forward=False)
+
+        def run(packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+            outputs = whole(packed, temperature)
+            if not torch.is_grad_enabled():
+                sharded.reshard()  # no backward pass will: the next forward pass would go on with these weights
+            return outputs
+
+        self._compute = run
 
     def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
@@ -306,7 +323,7 @@ def rows_of_rank(num_rows: int, rank: int, size: int) -> tuple[int, int]:
 class ShardedForward(nn.Module):
     """The forward pass of a policy as one module: FSDP2 gathers what lies around the layers while it runs."""
 
-    def __init__(self, model: PreTrainedModel, compute: Compute) -> None:
+    def __init__(self, model: PreTrainedModel, compute: Callable[..., tuple[Tensor | None, ...]]) -> None:
         super().__init__()
         self.model = model
         self._compute = compute
@@ -315,30 +332,3 @@ class ShardedForward(nn.Module):
         # FSDP2 hooks into the tensors that a module returns, which it cannot do for views.
         outputs = self._compute(*arguments, **options)
         return tuple(part.clone() if part is not None and part._is_view() else part for part in outputs)
-
-
-def shard(model: PreTrainedModel, compute: Compute, mesh: DeviceMesh) -> Compute:
-    """Spread the model's parameters over the ranks, in place. From here on `compute`, which returns tensors, runs through
-    what this returns, and on all ranks at once."""
-    from torch.distributed.fsdp import fully_shard
-
-    trunk = trunk_of(model)
-    layers = getattr(trunk, "layers", None) or getattr(trunk, "h", None)
-    if layers is None:
-        raise ValueError(
-            f"train.ranks: {type(model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "
-            "train.ranks=1."
-        )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    # What lies around the layers stays whole from the forward pass to the backward pass: the head is used in both.
-    whole = ShardedForward(model, compute)
-    sharded = fully_shard(whole, mesh=mesh, reshard_after_forward=False)
-
-    def run(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        outputs = whole(*arguments, **options)
-        if not torch.is_grad_enabled():
-            sharded.reshard()  # no backward pass will: the next forward pass would go on with these weights
-        return outputs
-
-    return run
