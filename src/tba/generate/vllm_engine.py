@@ -346,7 +346,7 @@ class SharedLLM:
     """By the id of the request: whose output it is."""
 
     def __post_init__(self) -> None:
-        keep(self)
+        _in_use.add(self)
 
     def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
         """Queue a request -> its id. `taker` is given each of its outputs."""
@@ -443,14 +443,9 @@ class SharedLLM:
 # --- vLLM itself ------------------------------------------------------------------------------------------------------
 
 
-_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
+_in_use: weakref.WeakSet[SharedLLM] = weakref.WeakSet()
 _kept: list[LLM] = []
 """vLLM ends the process groups of every engine in this process when one is collected: while any is in use, none may go."""
-
-
-def keep(user: Any) -> None:
-    """Keep every engine until this user, and all others, are gone."""
-    _in_use.add(user)
 
 
 def make_llm(
