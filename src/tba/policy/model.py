@@ -117,8 +117,8 @@ class PolicyModel:
         )
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once. The
-        heads stay whole on every rank."""
+        """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once.
+        The heads stay whole on every rank."""
         from torch.distributed.fsdp import fully_shard
 
         trunk = trunk_of(self.model)
