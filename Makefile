@@ -44,7 +44,6 @@ suite: install
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/generate/test_engine_contract.py tests/generate/test_engine_vllm.py \
-		tests/generate/test_vllm_adapters.py tests/generate/test_vllm_ipc.py \
 		tests/launch/test_vllm_runs.py
 
 test-trl: $(TRL_STAMP)

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.config import TrainConfig
-from tba.models.cpu import use_cpu
+from tba.models.load import use_cpu
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.model import PolicyModel
 from tba.train.batch import Budget

@@ -70,7 +70,7 @@ def run_trl(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from tba.config import ModelConfig, TaskConfig
-    from tba.models.cpu import use_cpu
+    from tba.models.load import use_cpu
     from tba.models.names import resolve_path
     from tba.tasks.registry import make_task
 

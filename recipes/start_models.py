@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from tba.generate.native.engine import NativeEngine
-from tba.models.cpu import use_cpu
+from tba.models.load import use_cpu
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import respond
 from tba.tasks.tldr.train_reward import fit

@@ -11,7 +11,7 @@ def pytest_configure(config):
     """Where tests run, which with `-n 3` is in other processes than this one: it need not wait for torch then."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         gc.disable()  # until the tests are collected: nothing of what is imported becomes garbage
-        from tba.models.cpu import use_cpu
+        from tba.models.load import use_cpu
 
         use_cpu(threads=1)  # as every role does
 

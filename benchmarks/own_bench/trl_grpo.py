@@ -186,7 +186,7 @@ def train(
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from tba.models.cpu import use_cpu
+    from tba.models.load import use_cpu
 
     use_cpu(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as tba does: both without oneDNN where it costs time
     problem = json.loads((folder / "problem.json").read_text())

@@ -8,7 +8,7 @@ of a batch laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -367,6 +367,23 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy each source over its target, casting: on a GPU in a few kernels for all of them, where launching one for each of
+    hundreds would take longer than copying."""
+    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        is_plain = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
+        if is_plain and target.is_cuda and source.device == target.device:
+            # PyTorch copies a list at once only where all of it has the same dtypes and layout.
+            own_targets, own_sources = alike.setdefault((target.dtype, source.dtype, target.device), ([], []))
+            own_targets.append(target)
+            own_sources.append(source)
+        else:
+            target.copy_(source)
+    for own_targets, own_sources in alike.values():
+        torch._foreach_copy_(own_targets, own_sources)
+
+
 TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")
 """Those every batch has."""
 RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows_PK")
@@ -419,19 +436,6 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedTensors:
-    """Tensors in another process's memory on the same GPU, until their place is used for a later version.
-
-    SharedTensors(handles={"lm_head.weight": (...)}, is_there=lambda: True)
-    """
-
-    handles: Mapping[str, tuple[Any, ...]]
-    """By name the arguments of torch's `rebuild_cuda_tensor`."""
-    is_there: Callable[[], bool]
-    """Whether they are still what they were: to be asked before they are read and again after."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
     """Named tensors of one version, as published.
 
@@ -443,6 +447,3 @@ class Weights:
     tensors: Mapping[str, Tensor]
     checksum: int | None = None
     """Of the tensors as published; None = they never left their process."""
-    shared: SharedTensors | None = None
-    """The same on the GPU that trainer and searcher use, where they lie there; an engine that runs in a process of its own,
-    or opens memory itself, can do so there instead of taking `tensors`."""

@@ -156,7 +156,7 @@ def test_tokens_are_those_of_the_plain_engine_also_after_an_early_end(seed):
     stream.close()
     found = list(engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING))
     assert_same(found, expected)
-    assert not engine._running.snapshots
+    assert not engine._snapshots
     assert not engine._slots.any_running()
 
 

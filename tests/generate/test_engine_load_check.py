@@ -6,9 +6,9 @@ import torch
 from plain_pages import read_pages
 from tiny_models import FAMILIES, VOCABULARY, make_requests, make_tiny_model, plain_log_probs
 
-from tba.generate.decoder.attention import CausalAttention
 from tba.generate.decoder.decoder import Decoder
 from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.decoder.layers import CausalAttention
 from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native import engine as engine_module
 from tba.generate.native import slot_cache

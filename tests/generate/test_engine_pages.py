@@ -22,7 +22,6 @@ from tba.generate.decoder.build import make_decoder
 from tba.generate.native import paged_cache
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.paged_cache import SCRATCH, PagePool, PrefixIndex
-from tba.generate.native.slots import RunningResponses
 from tba.types import Prompt, Request, Sampling
 
 PAGE = 4
@@ -66,13 +65,13 @@ def num_used(engine) -> int:
 
 def taken_out(monkeypatch) -> list[int]:
     """Fills with the place of every response that is taken out for want of room."""
-    orders, take_out = [], RunningResponses._take_out
+    orders, take_out = [], NativeEngine._take_out
 
     def noting(self, slot, queue):
-        orders.append(int(self.table.orders[slot]))
+        orders.append(int(self._slots.orders[slot]))
         take_out(self, slot, queue)
 
-    monkeypatch.setattr(RunningResponses, "_take_out", noting)
+    monkeypatch.setattr(NativeEngine, "_take_out", noting)
     return orders
 
 

@@ -64,8 +64,7 @@ def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chose
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    for name in ("engine", "llm"):
-        monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "tba.generate.vllm_engine", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
 
@@ -303,7 +302,7 @@ def test_a_sibling_generates_with_the_same_weights_while_the_engine_has_response
 @needs_vllm
 def test_a_plain_model_is_used_as_it_is_loaded_and_one_with_a_quantized_layer_is_not():
     """What decides on a GPU whether new weights go straight into the tensors in use."""
-    from tba.generate.vllm_llm import is_used_as_loaded
+    from tba.generate.vllm_engine import is_used_as_loaded
 
     def judge(model):
         layers = list(model.modules())
@@ -338,7 +337,7 @@ def test_tied_embeddings_are_replaced_at_both_ends():
 
 @needs_vllm
 def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
-    from tba.generate.vllm_llm import config_folder
+    from tba.generate.vllm_engine import config_folder
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]

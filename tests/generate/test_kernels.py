@@ -140,7 +140,7 @@ def test_running_ahead_with_growing_tables_and_new_weights_in_between():
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("vocabulary", [40, 5000])
 def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabulary, keep):
-    from tba.policy.kernels.logits import chosen_log_probs
+    from tba.policy.kernels import chosen_log_probs
 
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 16, generator=generator).to(DEVICE) for n in (7, vocabulary))

@@ -19,9 +19,8 @@ if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("these products are for Hopper and later", allow_module_level=True)
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-from tba.generate.kernels import matmul  # noqa: E402
-from tba.generate.kernels.layer import add_norm, embed  # noqa: E402
-from tba.generate.kernels.matmul import Tile, choose_tile, gated_linear, linear, linear_parts  # noqa: E402
+from tba.generate.kernels import layer as matmul  # noqa: E402
+from tba.generate.kernels.layer import Tile, add_norm, choose_tile, embed, gated_linear, linear, linear_parts  # noqa: E402
 
 TILE = Tile(rows=64, columns=32, depth=64, parts=1, warps=4, stages=3)
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bf16

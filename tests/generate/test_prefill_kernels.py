@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, make_prompt, make_tiny_model
 
-from tba.generate.decoder.attention import CausalAttention
 from tba.generate.decoder.build import make_decoder
 from tba.generate.decoder.decoder import rotate
 from tba.generate.decoder.fused_pass import FusedPass, make_fused_pass, why_not_fused
+from tba.generate.decoder.layers import CausalAttention
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 
@@ -32,7 +32,9 @@ LENGTHS = [7, 1, 4]
 @pytest.fixture(params=["head", "several", "row"])
 def program(request, monkeypatch):
     """A program of the rotation does one head (few rows), several, or a whole row (many)."""
-    monkeypatch.setattr("tba.generate.kernels.layer.PROGRAMS", {"row": 1, "several": 16, "head": 2048}[request.param])
+    monkeypatch.setattr(
+        "tba.generate.kernels.layer.ROTATING_PROGRAMS", {"row": 1, "several": 16, "head": 2048}[request.param]
+    )
 
 
 def decoders(family: str):
@@ -103,7 +105,7 @@ def test_prefilled_prompts_are_those_of_the_plain_pass_and_lie_as_written():
         engine._make_cache(0)
         engine.cache.positions_last = False  # the layout that CUDA has
     with torch.inference_mode():
-        got, want = fused._prefill.batch(rows, 0), plain._prefill.batch(rows, 0)
+        got, want = fused._prefill.batch(rows, 0)[0], plain._prefill.batch(rows, 0)[0]
     assert_equal(got.keys, want.keys)
     assert_equal(got.values, want.values)
     # [M, B, K, L, D] as a view of tokens times heads: written once, by the kernel.

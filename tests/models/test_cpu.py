@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.start_models import one_deterministic_thread
-from tba.models.cpu import gains_by_onednn, use_cpu
+from tba.models.load import gains_by_onednn, use_cpu
 
 NEOVERSE_N1 = (
     "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
@@ -28,7 +28,7 @@ def test_only_an_arm_core_without_bf16_does_without_onednn(machine, cpu_info, ga
 @pytest.fixture
 def on_an_arm_core_without_bf16(tmp_path, monkeypatch):
     """With oneDNN and two threads, as a process begins there; afterwards as it was."""
-    monkeypatch.setattr("tba.models.cpu.CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("tba.models.load.CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     (tmp_path / "cpuinfo").write_text(NEOVERSE_N1)
     before = torch.backends.mkldnn.enabled, torch.get_num_threads()

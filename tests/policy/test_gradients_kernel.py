@@ -14,7 +14,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def test_sums_are_those_of_fp32():
-    from tba.policy.kernels.gradients import BLOCK, accumulate, can_accumulate
+    from tba.policy.kernels import BLOCK, accumulate, can_accumulate
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (BLOCK // 8, 8), (1,), (2, BLOCK + 5), (7, 9)]
@@ -32,7 +32,7 @@ def test_sums_are_those_of_fp32():
 
 
 def test_others_than_contiguous_gradients_of_one_half_precision_type_are_left_alone():
-    from tba.policy.kernels.gradients import can_accumulate
+    from tba.policy.kernels import can_accumulate
 
     wide, half = torch.zeros(4, 8, device=DEVICE), torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16)
     assert not can_accumulate(None, [wide])

@@ -21,7 +21,7 @@ def attention(scores_HTS: torch.Tensor, values_SHD: torch.Tensor) -> tuple[torch
 @pytest.mark.parametrize("distance", [0.0, 30.0, 500.0])
 def test_it_is_the_attention_over_both_sets_of_keys(distance):
     """Also where one set counts for nothing, at a distance that fp32 cannot exponentiate."""
-    from tba.policy.kernels.attention import merge
+    from tba.policy.kernels import merge
 
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(H, T, 7, generator=generator)

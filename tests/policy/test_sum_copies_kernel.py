@@ -15,7 +15,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 @pytest.mark.parametrize("heads", [1, 3])
 def test_gradients_of_gathered_keys_are_summed_over_all_that_have_seen_them(heads):
     from tba.policy.flash_attention import FlashPlan
-    from tba.policy.kernels.attention import sum_copies
+    from tba.policy.kernels import sum_copies
 
     lengths = {"root_lengths": [5, 1, 4], "branch_lengths": [4, 6, 2, 1], "branch_roots": [0, 0, 0, 2]}
     _, at = FlashPlan.make(**lengths, device=DEVICE).read()

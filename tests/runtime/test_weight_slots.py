@@ -1,5 +1,6 @@
 """Weights between processes: what is fetched is what was published, or an error says so."""
 
+import multiprocessing
 import sys
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 import targets
 import torch
 
-from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum, copy_all
-from tba.runtime.host_copies import PackedWriter
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch
+from tba.runtime.host_copies import ChecksumMismatch, PackedWriter, checksum
 from tba.runtime.processes import RoleProcess
 from tba.runtime.slot_memory import data_bytes
 from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots, layout_of
+from tba.types import copy_all
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)
@@ -51,12 +53,33 @@ def test_weights_travel_in_the_dtype_of_the_slots():
     assert torch.equal(fetched, torch.full((3, 5), 0.1).bfloat16())
 
 
-def test_weights_in_host_memory_are_on_no_gpu():
-    slots = WeightSlots.create(tensors(0.0), torch.float32)
-    publish(slots, 0.1, 1)
-    reader = other_process(slots)
-    assert not reader.on_gpu
-    assert reader.fetch().shared is None
+def publish_on_gpu(pipe):
+    """Another process: publishes two versions in the GPU's memory, and keeps that until they are read."""
+    slots = WeightSlots.create(tensors(0.0), torch.float32, device=torch.device("cuda"))
+    pipe.send(slots.handle())
+    for version in (1, 2):
+        slots.publish({name: tensor.cuda() for name, tensor in tensors(float(version)).items()}, version=version)
+        pipe.send(version)
+        pipe.recv()
+
+
+@pytest.mark.cuda
+@NEEDS_GPU
+def test_weights_on_a_gpu_arrive_from_another_process():
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=publish_on_gpu, args=(its,), daemon=True)
+    process.start()
+    reader = WeightSlots.attach(mine.recv())
+    for version in (1, 2):
+        assert mine.recv() == version
+        fetched = reader.fetch()
+        assert fetched.version == version
+        for name, want in tensors(float(version)).items():
+            assert fetched.tensors[name].is_cuda
+            assert torch.equal(fetched.tensors[name].cpu(), want)
+        mine.send(None)
+    process.join(60)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 100], ids=lambda rows: f"{rows} rows at once")

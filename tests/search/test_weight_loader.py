@@ -12,9 +12,10 @@ from builders import tiny_llama
 from tba.config import GenerateConfig
 from tba.generate.make import make_engine
 from tba.generate.native.engine import NativeEngine
-from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
+from tba.models.weights import CanaryMismatch, make_weights
 from tba.policy.model import PolicyModel
 from tba.runtime import weight_slots
+from tba.runtime.host_copies import ChecksumMismatch
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import MAX_UNCHECKED, WeightLoader
 from tba.types import Prompt, Request, Sampling

@@ -194,7 +194,7 @@ class ModelReward:
         if self._loaded is None:
             from transformers import AutoModelForSequenceClassification
 
-            from tba.models.cpu import use_cpu
+            from tba.models.load import use_cpu
             from tba.tasks.encoders import load_encoder
 
             use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute

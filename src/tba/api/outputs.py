@@ -106,8 +106,7 @@ def generate(
     from tba.generate.sampling import training_sampling
     from tba.launch.memory import Machine, ModelShape
     from tba.launch.resolve import resolve
-    from tba.models.cpu import use_cpu
-    from tba.models.load import load_model
+    from tba.models.load import load_model, use_cpu
     from tba.runtime.threads import threads_alone
     from tba.search.make import make_search_engine
     from tba.tasks.data.prompts import make_prompt

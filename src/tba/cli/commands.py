@@ -209,7 +209,7 @@ def prepare(
         )
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
-    from tba.models.cpu import use_cpu
+    from tba.models.load import use_cpu
     from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
 
     use_cpu()

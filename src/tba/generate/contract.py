@@ -41,6 +41,8 @@ class Engine(ABC):
         self.seed, self.slots, self.max_length, self.update = seed, slots, max_length, update
         self.vocabulary = vocabulary
         """Number of token ids."""
+        self.prepare: Callable[[Weights], Weights] | None = None
+        """Function from the weights that arrive to those that are loaded (LoRA); None = they are the same."""
         self._pending: Weights | None = None
         self._generating = False
 
@@ -70,12 +72,14 @@ class Engine(ABC):
             checked = checked_requests(requests, sampling, self.max_length)
             yield from self._generate(checked, samples_per_prompt, sampling, between_steps)
         finally:
+            # In this order: weights wait for responses that are unfinished, and after `_stop` there are none.
             self._stop()
             self._load_pending()
             self._generating = False
 
     def load(self, weights: Weights) -> None:
         """Take new weights: at once under update = in_flight, after the running responses have finished under drain."""
+        weights = weights if self.prepare is None else self.prepare(weights)
         if self.update == "drain" and self._any_unfinished():
             self._pending = weights
             return

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,14 +59,12 @@ def make_engine(
     version: int = 0,
     update: Update = "in_flight",
     explores: bool = False,
-    beside_trainer: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
     new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
-    them have finished. `explores` says that some requests are sampled otherwise than the config has it. `beside_trainer`
-    says that whole weights come from another process on the same GPU (`Weights.shared`); vLLM then opens them itself. The
+    them have finished. `explores` says that some requests are sampled otherwise than the config has it. The
     transformers engine decodes with a copy of the model, where the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
@@ -92,7 +90,7 @@ def make_engine(
             raise ConfigError(
                 f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
             ) from error
-        return make_vllm_engine(model, scorer=scorer, beside_trainer=beside_trainer, **options)
+        return make_vllm_engine(model, scorer=scorer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)
@@ -124,56 +122,34 @@ def make_scorer(model: PreTrainedModel, *, max_length: int, token_budget: int | 
     return PolicyScorer(frozen, token_budget=budget, max_length=max_length)
 
 
-Taker = TypeVar("Taker", Engine, Scorer)
-
-
-def with_adapters(taker: Taker, model: PreTrainedModel) -> Taker:
-    """The same engine or scorer, loaded with adapters from now on.
+def with_adapters(engine: Engine, model: PreTrainedModel) -> Engine:
+    """The same engine, which takes LoRA adapters from now on.
 
     `model` is the base with an adapter in it, at the latest when the first adapter is loaded: its weights, shapes and scale
-    are what an arriving adapter goes with.
-    """
-    return cast(Taker, _TakesAdapters(taker, model))
-
-
-class _TakesAdapters:
-    """An engine or scorer whose `load` takes adapters; everything else is its own.
-
-    In fp32 each adapter is merged into the weights, so that decoding costs no more than without LoRA; in half precision,
-    where merging loses small changes, an engine keeps the adapter beside them.
+    are what an arriving adapter goes with. In fp32 each adapter is merged into the weights, so that decoding costs no more
+    than without LoRA. In half precision, where merging loses small changes, an engine keeps the adapter beside them.
     """
 
-    def __init__(self, taker: Engine | Scorer, model: PreTrainedModel) -> None:
-        self._taker = taker
-        self._model = model
-        self._prepare: Callable[[Weights], Weights] | None = None
-        """From a published adapter to what is loaded; decided at the first."""
+    def prepare_first(weights: Weights) -> Weights:
+        # Decided at the first load and not here: until then the model may have no adapter.
+        engine.prepare = _way_of_adapters(engine, model)
+        return engine.prepare(weights)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._taker, name)
-
-    def load(self, weights: Weights) -> None:
-        if self._prepare is None:
-            self._prepare = self._way_in()
-        self._taker.load(self._prepare(weights))
-
-    def _way_in(self) -> Callable[[Weights], Weights]:
-        """How adapters arrive: merged, or as they are, once there is a place for them."""
-        taker, model = self._taker, self._model
-        if isinstance(taker, NativeEngine) and taker.decoder.dtype != torch.float32:
-            try:
-                taker.keep_adapter_apart(model)
-            except UnsupportedModel as reason:
-                logger.warning("LoRA is merged in %s, which loses small changes: %s.", taker.decoder.dtype, reason)
-            else:
-                return lambda weights: weights
-        if isinstance(taker, TransformersEngine) and model.dtype != torch.float32:
-            taker.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
-            return partial(_with_base, model)
-        return partial(merged, model)
+    engine.prepare = prepare_first
+    return engine
 
 
-def _with_base(model: PreTrainedModel, weights: Weights) -> Weights:
-    """A published adapter together with the base weights, under the names that both have in the model."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Weights(version=weights.version, tensors={**own, **weights.tensors})
+def _way_of_adapters(engine: Engine, model: PreTrainedModel) -> Callable[[Weights], Weights]:
+    """Function from a published adapter to what the engine loads, once there is a place for it."""
+    if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
+        try:
+            engine.keep_adapter_apart(model)
+        except UnsupportedModel as reason:
+            logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
+        else:
+            return lambda weights: weights
+    if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
+        engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
+        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return lambda weights: Weights(version=weights.version, tensors={**base, **weights.tensors})
+    return partial(merged, model)

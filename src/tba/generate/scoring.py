@@ -48,14 +48,12 @@ class ReferenceScorer:
         self.token_budget = token_budget
 
     def load(self, weights: Weights) -> None:
-        """Replace the frozen model by another of the same shape (a reference reset)."""
         self.decoder.load(weights.tensors)
 
     @torch.inference_mode()
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
-        """float32 log-probs of each response's tokens after its prompt, at `temperature`; equal prompts are shared."""
         decoder = self.decoder
 
         def log_probs(packed: PackedTokens) -> Tensor:
@@ -76,7 +74,6 @@ class PolicyScorer:
         self.token_budget = token_budget if self.policy.packed else 1
 
     def load(self, weights: Weights) -> None:
-        """Replace the frozen model by another of the same shape (a reference reset)."""
         if has_lora(self.policy.model):
             raise RuntimeError("the reference of a LoRA run is its base model: reference.reset_every must be 0.")
         load_published(self.policy.model, weights.tensors)
@@ -85,7 +82,6 @@ class PolicyScorer:
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
-        """float32 log-probs of each response's tokens after its prompt, at `temperature`; equal prompts are shared."""
         policy = self.policy
 
         def log_probs(packed: PackedTokens) -> Tensor:

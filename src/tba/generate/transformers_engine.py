@@ -81,7 +81,6 @@ class TransformersEngine(Engine):
         return self._abilities
 
     def sibling(self) -> TransformersEngine:
-        """A second engine over the same weights: to evaluate while this one stands still."""
         other = TransformersEngine(
             self.model,
             stop_ids=sorted(self.stop_ids),
@@ -97,7 +96,6 @@ class TransformersEngine(Engine):
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
-        """Log-probs of given responses under the weights in use, one after the other."""
         scores = []
         for prompt, response in zip(prompt_ids, response_ids):
             # The last token predicts nothing. Where angles change with the length, reading it could change the others.

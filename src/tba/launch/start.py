@@ -35,8 +35,7 @@ from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import Host, hosted
 from tba.launch.sync_run import SyncRun
-from tba.models.cpu import use_cpu
-from tba.models.load import base_of, is_adapter, load_model
+from tba.models.load import base_of, is_adapter, load_model, use_cpu
 from tba.objectives.registry import make_objective
 from tba.observe.display import show_line, show_summary, steps_words
 from tba.observe.files import WriteFailures, check_new_folder, tell_failure, write_atomic

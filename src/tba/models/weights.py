@@ -1,24 +1,20 @@
-"""Published weights: a versioned bundle of named tensors, and the two checks that it arrived.
+"""Published weights: a versioned bundle of named tensors, and the canary, which says whether the engine computes with them.
 
-The checksum says whether the bytes are those that were published. The canary says whether the engine computes with them: a
-few teacher-forced tokens whose log-probs the trainer evaluates on what it publishes and each searcher on what it has loaded.
-A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though checksum and version are right.
+A canary is a few teacher-forced tokens, whose log-probs the trainer evaluates on what it publishes and each searcher on what
+it has loaded. A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though version and
+checksum (runtime/host_copies.py) are right.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from tba.types import Weights
 
-_ROW = 2048
-"""Number of int64 values summed before they are weighted."""
-ROW_BYTES = 8 * _ROW
 CANARY_TOKENS = 64
 """Number of teacher-forced tokens of the canary."""
 SAFETY_FACTOR = 5.0
@@ -54,71 +50,10 @@ def check_fits(
             )
 
 
-class ChecksumMismatch(RuntimeError):
-    """Weights arrived other than they were published."""
-
-
 def make_weights(model: nn.Module, *, version: int) -> Weights:
     """The parameters that train, as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Weights(version=version, tensors=tensors)
-
-
-def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy each source over its target, casting: on a GPU in a few kernels for all of them, where launching one for each of
-    hundreds would take longer than copying."""
-    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        is_plain = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
-        if is_plain and target.is_cuda and source.device == target.device:
-            # PyTorch copies a list at once only where all of it has the same dtypes and layout.
-            own_targets, own_sources = alike.setdefault((target.dtype, source.dtype, target.device), ([], []))
-            own_targets.append(target)
-            own_sources.append(source)
-        else:
-            target.copy_(source)
-    for own_targets, own_sources in alike.values():
-        torch._foreach_copy_(own_targets, own_sources)
-
-
-def checksum(data: Tensor) -> int:
-    """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
-    eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
-    return checksum_of_rows(row_sums(data))
-
-
-def row_sums(data: Tensor) -> Tensor:
-    """int64 [rows]: the sum of each row of a packed bundle, or of a part of it that begins with a row; the last row may be
-    shorter."""
-    # Sums of int64 wrap around, alike on all devices. For those of int32 into int64 a CPU would cast all of it first: twice
-    # the memory, and up to forty times as long (1 GB: .2 to .6 GB/s, so 10 to 19).
-    numbers = data[: data.numel() // 8 * 8].view(torch.int64)
-    whole = numbers.numel() // _ROW * _ROW
-    rows = numbers[:whole].view(-1, _ROW).sum(dim=1)
-    if data.numel() == 8 * whole:
-        return rows
-    rest = numbers[whole:].sum() + data[8 * numbers.numel() :].sum(dtype=torch.int64)
-    return torch.cat([rows, rest[None]])
-
-
-def checksum_of_rows(rows: Tensor) -> int:
-    """The checksum of a bundle whose rows have these sums."""
-    # Fletcher-like: the rows weighted by their number, so that rows out of place are seen too.
-    weighted = rows * torch.arange(1, len(rows) + 1, device=rows.device)
-    place_sum, plain_sum = torch.stack([weighted.sum(), rows.sum()]).tolist()
-    # Rotated, not shifted: in a row of even number the highest bits show in the plain sum alone.
-    plain_sum %= 2**64
-    return place_sum % 2**64 ^ (plain_sum << 17 | plain_sum >> 47) % 2**64
-
-
-def verify(data: Tensor, *, published: int, version: int) -> None:
-    """Raise unless the bytes are what was published."""
-    found = checksum(data)
-    if found != published:
-        raise ChecksumMismatch(
-            f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy is "
-            "damaged; nothing was loaded."
-        )
 
 
 class CanaryMismatch(RuntimeError):

@@ -258,7 +258,7 @@ def _packed_flash_backward(
 def _sums_of_copies(dk: Tensor, dv: Tensor, at: Places) -> tuple[Tensor, Tensor]:
     """Gradients [T, K, D] of tokens from those [S, K, D] of the gathered keys and values."""
     if dk.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.policy.kernels.attention import sum_copies
+        from tba.policy.kernels import sum_copies
 
         return sum_copies(dk, dv, at.first, at.copies)
     wide = torch.promote_types(dk.dtype, torch.float32)
@@ -338,7 +338,7 @@ _packed_flash.register_autograd(_gradients, setup_context=_keep)
 def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
     """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.policy.kernels.attention import merge
+        from tba.policy.kernels import merge
 
         merge(own, own_sums, root, root_sums, out, sums)
         return

@@ -1,5 +1,5 @@
 """Log-probs and entropies of chosen tokens from hidden states, without holding the logits of all tokens at once. Logits go
-to fp32 before the soft-max, here as in the engine and the reference. On CUDA kernels do it (kernels/logits.py), on a CPU in
+to fp32 before the soft-max, here as in the engine and the reference. On CUDA kernels do it (kernels.py), on a CPU in
 fp32 a function with a backward pass of its own.
 
 Of a small model with many words the logits are most of the work, and what is done to them beside their matrix product
@@ -57,7 +57,7 @@ def chosen_log_probs(
     """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32 (fp64 of hidden states
     in fp64)."""
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
-        from tba.policy.kernels.logits import chosen_log_probs as fused
+        from tba.policy.kernels import chosen_log_probs as fused
 
         keep = hidden_MD.requires_grad and _may_keep_logits(hidden_MD, head_VD)
         at_once = LOGITS_PER_CHUNK_CUDA

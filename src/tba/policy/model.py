@@ -3,6 +3,13 @@
 Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
 balance. They live with the trainer, in fp32, and never travel to searchers.
 
+The weights may be spread over the ranks of a process group, by PyTorch's FSDP2. Every layer is a group of parameters that is
+gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
+Each rank keeps its rows of every parameter: of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9.
+
+    rank 0  rows 0..2 of every parameter   its gradients   its master weights and moments
+    rank 1  rows 3..5 ...
+
 Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
 """
 
@@ -31,6 +38,12 @@ from tba.types import Forward
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger("tba.models")
 
 SMALLEST_SQUARE = 1e-12
@@ -55,27 +68,23 @@ class PolicyModel:
         """`max_length` is the longest sequence of the run in tokens; None = the model's context."""
         self.model = model
         max_length = max_length or stated_context(model.config)
-        self.critic = None
-        self.log_z = None
         self._compute: Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]] = self._outputs
         switch = switch_length(model.config)
         self.switch = None if switch is None or (max_length or switch + 1) <= switch else switch
         """Length in tokens beyond which a sequence has other rotary angles; None = none of the run has."""
+        self.packed = True  # the trial below computes as if it were so
         # A second user of one model finds it switched over already.
-        self.packed = model.config._attn_implementation == PACKED or self._try_packed(max_length)
+        if model.config._attn_implementation != PACKED:
+            problem = switch_to_packed(model, self._outputs, max_length=max_length)
+            self.packed = problem is None
+            if problem is not None:
+                logger.warning(
+                    "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
+                )
         if critic is not None or log_z is not None:
             self._check_gives_hidden_states()
         self.critic = critic
         self.log_z = log_z
-
-    def _try_packed(self, max_length: int | None) -> bool:
-        self.packed = True
-        problem = switch_to_packed(self.model, self._outputs, max_length=max_length)
-        if problem is not None:
-            logger.warning(
-                "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
-            )
-        return problem is None
 
     def _check_gives_hidden_states(self) -> None:
         if not self.packed:
@@ -108,11 +117,30 @@ class PolicyModel:
         )
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Spread the model over the ranks of a mesh, in place: from here on all of them run `forward` at once. The heads
-        stay whole on every rank."""
-        from tba.policy.sharding import shard
+        """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once.
+        The heads stay whole on every rank."""
+        from torch.distributed.fsdp import fully_shard
 
-        self._compute = shard(self.model, self._outputs, mesh)
+        trunk = trunk_of(self.model)
+        layers = getattr(trunk, "layers", None) or getattr(trunk, "h", None)
+        if layers is None:
+            raise ValueError(
+                f"train.ranks: {type(self.model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "
+                "train.ranks=1."
+            )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        # What lies around the layers stays whole from the forward pass to the backward pass: the head is used in both.
+        whole = ShardedForward(self.model, self._outputs)
+        sharded = fully_shard(whole, mesh=mesh, reshard_after_forward=False)
+
+        def run(packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+            outputs = whole(packed, temperature)
+            if not torch.is_grad_enabled():
+                sharded.reshard()  # no backward pass will: the next forward pass would go on with these weights
+            return outputs
+
+        self._compute = run
 
     def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
@@ -123,7 +151,12 @@ class PolicyModel:
             if len(parts) > 1:
                 return self._outputs_of_parts(parts, temperature)
         head = self.model.get_output_embeddings()
-        hidden = self._hidden(trunk_of(self.model), packed)
+        hidden = trunk_of(self.model)(
+            input_ids=packed.input_ids_T[None],
+            position_ids=packed.positions_T[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        ).last_hidden_state
         hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
         config = self.model.config.get_text_config()
         log_pi, entropy = chosen_log_probs(
@@ -149,15 +182,6 @@ class PolicyModel:
         """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
 
-    def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
-        output = trunk(
-            input_ids=packed.input_ids_T[None],
-            position_ids=packed.positions_T[None],
-            use_cache=False,
-            packed_layout=packed.layout,
-        )
-        return output.last_hidden_state
-
     def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
         """The model's own logits, whatever it does to them."""
         logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
@@ -179,6 +203,7 @@ class PolicyModel:
         tokens = torch.from_numpy(np.concatenate([prompt_ids, response_ids])).long().to(self.device)
         options: dict[str, Any] = {"use_cache": False}
         if self.packed:
+            # The model attends by layouts from now on: one root is a plain sequence.
             options["packed_layout"] = PackedLayout(root_lengths=[len(tokens) - 1], device=self.device)
         published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         output = functional_call(self.model, published, (tokens[None, :-1],), options)
@@ -273,3 +298,37 @@ def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
         [head.weight, up.weight.to(head.weight.dtype)], dim=1
     )
+
+
+# --- weights spread over ranks ---------------------------------------------------------------------------------------
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or a gradient, sharing its memory; a tensor that is not sharded is all here."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Their module takes long to import, and a trainer of one rank never meets one."""
+    return hasattr(tensor, "to_local")
+
+
+def rows_of_rank(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row of a rank and the one after its last: rows_of_rank(10, 3, 4) == (9, 10)."""
+    each = -(-num_rows // size)
+    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
+
+
+class ShardedForward(nn.Module):
+    """The forward pass of a policy as one module: FSDP2 gathers what lies around the layers while it runs."""
+
+    def __init__(self, model: PreTrainedModel, compute: Callable[..., tuple[Tensor | None, ...]]) -> None:
+        super().__init__()
+        self.model = model
+        self._compute = compute
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        # FSDP2 hooks into the tensors that a module returns, which it cannot do for views.
+        outputs = self._compute(*arguments, **options)
+        return tuple(part.clone() if part is not None and part._is_view() else part for part in outputs)

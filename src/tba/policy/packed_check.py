@@ -77,6 +77,7 @@ def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | No
     with _abridged(layers, count) as num_layers:
         try:
             with _in_fp32(model) as is_changed:
+                # All plain passes come before the model's attention is another: they say what is right.
                 trials = [in_own_dtype] if not is_changed else [_Trial.make(model, lengths[0])]
                 trials += [_Trial.make(model, length) for length in lengths[1:]]
                 called = _use_counted_attention(model)

@@ -99,25 +99,24 @@ def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedToken
     """The responses that the model reads in at most `length` tokens, and those that need more, packed apart; with each part
     the index into M of its tokens. A part without responses is left out, and what needs no split stays as it is."""
     device = packed.input_ids_T.device
-    sizes = [[len(response) for response in own] for own in packed.responses]
-    places = list(torch.arange(sum(map(sum, sizes))).split([size for own in sizes for size in own]))
-    parts: list[tuple[list[Tensor], list[list[Tensor]], list[Tensor]]] = [([], [], []), ([], [], [])]
-    for prompt, own in zip(packed.prompts, packed.responses):
-        places_of_own, places = places[: len(own)], places[len(own) :]
-        is_long = [len(prompt) + len(response) - 1 > length for response in own]
-        for wanted, (prompts, responses, indices) in zip((False, True), parts):
-            chosen = [index for index, found in enumerate(is_long) if found == wanted]
+    parts: list[tuple[list[Tensor], list[list[Tensor]], Tensor]] = []
+    for is_long in (False, True):
+        prompts, responses, indices, start = list[Tensor](), list[list[Tensor]](), list[Tensor](), 0
+        for prompt, own in zip(packed.prompts, packed.responses):
+            chosen = []
+            for response in own:
+                if (len(prompt) + len(response) - 1 > length) == is_long:
+                    chosen.append(response)
+                    indices.append(torch.arange(start, start + len(response)))
+                start += len(response)
             if chosen:
                 prompts.append(prompt)
-                responses.append([own[index] for index in chosen])
-                indices += [places_of_own[index] for index in chosen]
-    filled = [part for part in parts if part[0]]
-    if len(filled) == 1:
-        return [(packed, torch.cat(filled[0][2]).to(device))]
-    return [
-        (pack(prompts, responses, device=device), torch.cat(indices).to(device))
-        for prompts, responses, indices in filled
-    ]
+                responses.append(chosen)
+        if prompts:
+            parts.append((prompts, responses, torch.cat(indices).to(device)))
+    if len(parts) == 1:
+        return [(packed, parts[0][2])]
+    return [(pack(prompts, responses, device=device), index) for prompts, responses, index in parts]
 
 
 def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], Tensor | None]:

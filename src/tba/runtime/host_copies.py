@@ -1,4 +1,8 @@
-"""Large copies between a GPU and host memory: pages that stay where they are, and weights packed on the GPU.
+"""The bytes of published weights: their checksum, and large copies between a GPU and host memory (pages that stay where they
+are, weights packed on the GPU).
+
+The checksum says whether the bytes that arrived are those that were published. Whether the engine computes with them is for
+the canary (models/weights.py).
 
 A GPU copies straight from and to memory whose pages the driver has locked, at the speed of the bus. From and to any other
 memory the driver goes through a small buffer of its own, which is several times as slow.
@@ -14,15 +18,61 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from tba.models.weights import ROW_BYTES, checksum_of_rows, row_sums
 from tba.runtime.slot_memory import TensorSpec, data_bytes
 
 logger = logging.getLogger("tba")
 
+_ROW = 2048
+"""Number of int64 values summed before they are weighted."""
+ROW_BYTES = 8 * _ROW
 PART_BYTES = 4096 * ROW_BYTES
 """Bytes that are packed on the GPU at once, 64 MiB: whole rows of the checksum."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: for all contexts of this process."""
+
+
+class ChecksumMismatch(RuntimeError):
+    """Weights arrived other than they were published."""
+
+
+def checksum(data: Tensor) -> int:
+    """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
+    eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
+    return checksum_of_rows(row_sums(data))
+
+
+def row_sums(data: Tensor) -> Tensor:
+    """int64 [rows]: the sum of each row of a packed bundle, or of a part of it that begins with a row; the last row may be
+    shorter."""
+    # Sums of int64 wrap around, alike on all devices. For those of int32 into int64 a CPU would cast all of it first: twice
+    # the memory, and up to forty times as long (1 GB: .2 to .6 GB/s, so 10 to 19).
+    numbers = data[: data.numel() // 8 * 8].view(torch.int64)
+    whole = numbers.numel() // _ROW * _ROW
+    rows = numbers[:whole].view(-1, _ROW).sum(dim=1)
+    if data.numel() == 8 * whole:
+        return rows
+    rest = numbers[whole:].sum() + data[8 * numbers.numel() :].sum(dtype=torch.int64)
+    return torch.cat([rows, rest[None]])
+
+
+def checksum_of_rows(rows: Tensor) -> int:
+    """The checksum of a bundle whose rows have these sums."""
+    # Fletcher-like: the rows weighted by their number, so that rows out of place are seen too.
+    weighted = rows * torch.arange(1, len(rows) + 1, device=rows.device)
+    place_sum, plain_sum = torch.stack([weighted.sum(), rows.sum()]).tolist()
+    # Rotated, not shifted: in a row of even number the highest bits show in the plain sum alone.
+    plain_sum %= 2**64
+    return place_sum % 2**64 ^ (plain_sum << 17 | plain_sum >> 47) % 2**64
+
+
+def verify(data: Tensor, *, published: int, version: int) -> None:
+    """Raise unless the bytes are what was published."""
+    found = checksum(data)
+    if found != published:
+        raise ChecksumMismatch(
+            f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy is "
+            "damaged; nothing was loaded."
+        )
 
 
 def lock_pages(data: Tensor, owner: object) -> bool:

@@ -168,11 +168,6 @@ class SlotMemory:
                     return found
         return None
 
-    def sequence(self, slot: int) -> int:
-        """A number that changes as soon as the slot is written again."""
-        fence()
-        return int(self._headers[slot][0])
-
     def stored(self, version: int) -> tuple[int, Header] | None:
         """The slot of a version, for the process that writes, until it publishes twice more; None = it was overwritten, or
         never published."""

@@ -12,17 +12,15 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.weights import ChecksumMismatch, checksum, copy_all, verify
 from tba.runtime.board import SharedMemory
-from tba.runtime.host_copies import PackedWriter, lock_pages
+from tba.runtime.host_copies import ChecksumMismatch, PackedWriter, checksum, lock_pages, verify
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
-from tba.types import SharedTensors, Weights
+from tba.types import Weights, copy_all
 
 logger = logging.getLogger("tba")
 
@@ -53,9 +51,7 @@ class WeightSlots:
         slots: SlotMemory,
         layout: Sequence[TensorSpec],
         device_data: Sequence[Tensor] | None = None,
-        opened_by: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:
-        """`opened_by` is what another process's memory on the GPU was opened with, for each slot."""
         self.layout = tuple(layout)
         self._slots = slots
         self._device_data = device_data
@@ -71,10 +67,6 @@ class WeightSlots:
         """A reader's stream on a GPU."""
         self._loaded: torch.cuda.Event | None = None
         """The device has passed it when nobody reads the private copy any longer; None = the reader has not said."""
-        self._copied: tuple[int, int] = (0, 0)
-        """The slot that was copied last, and its sequence number then."""
-        handles = [{spec.name: _arguments(found, spec) for spec in self.layout} for found in opened_by or ()]
-        self._handles = handles or None
         self._writer: PackedWriter | None = None
         """How weights of a GPU come into slots in host memory."""
 
@@ -94,8 +86,7 @@ class WeightSlots:
         """The same slots in another process."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
-        opened_by = None if device_data is None else [arguments for _, arguments in device_data]
-        return cls(SlotMemory(SharedMemory.attach(handle.memory)), handle.layout, opened, opened_by)
+        return cls(SlotMemory(SharedMemory.attach(handle.memory)), handle.layout, opened)
 
     def handle(self) -> SlotsHandle:
         device_data = None
@@ -118,11 +109,6 @@ class WeightSlots:
     def takes_long(self) -> bool:
         """Whether a fetch is worth a thread of its own: gigabytes that pass through host memory take seconds."""
         return self._device_data is None and data_bytes(self.layout) >= LONG_BYTES
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
-        return self._handles is not None
 
     @torch.no_grad()
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
@@ -214,7 +200,6 @@ class WeightSlots:
                         version=header.version,
                         tensors=self._private_tensors,
                         checksum=header.checksum,
-                        shared=self._shared(),
                     )
             # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
@@ -246,31 +231,12 @@ class WeightSlots:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _shared(self) -> SharedTensors | None:
-        """What was copied last, where it lies on the GPU."""
-        if self._handles is None:
-            return None
-        slot, sequence = self._copied
-        return SharedTensors(handles=self._handles[slot], is_there=lambda: self._slots.sequence(slot) == sequence)
-
     def _copy(self, slot: int) -> None:
-        self._copied = slot, self._slots.sequence(slot)
         assert self._private is not None
         self._private.copy_(self._data[slot])
         # A copy on a GPU is only queued: the sequence number tells nothing about it before it has ended.
         if self._private.is_cuda:
             torch.cuda.current_stream(self._private.device).synchronize()
-
-
-def _arguments(whole: tuple[Any, ...], spec: TensorSpec) -> tuple[Any, ...]:
-    """What opens one tensor of a slot, from what opens the slot: the arguments of torch's rebuild_cuda_tensor, of which
-    those at 1, 2, 3 and 5 say which part of the memory it is."""
-    found, dtype, strides = list(whole), getattr(torch, spec.dtype), [1]
-    for size in reversed(spec.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    found[1], found[2] = torch.Size(spec.shape), tuple(strides[: len(spec.shape)])
-    found[3], found[5] = spec.offset // dtype.itemsize, dtype
-    return tuple(found)
 
 
 def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from tba.tasks.base import Rewards, Task
 from tba.tasks.rewards.pool import make_rewards
 
 
-def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: bool = False) -> Engine:
+def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
-    version. `beside_trainer` says that weights come from another process on the same GPU."""
+    version."""
     generate = config.generate
     lora = config.model.lora
     engine = make_engine(
@@ -33,7 +33,6 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
         max_length=loaded.context,
         update="drain" if config.takes_turns else "in_flight",
         explores=config.search.explore.probability > 0.0,
-        beside_trainer=beside_trainer and lora is None,
     )
     return engine if lora is None else with_adapters(engine, loaded.model)
 

@@ -14,8 +14,7 @@ import torch
 
 from tba.config import Config, ConfigError
 from tba.generate.contract import Engine, Scorer
-from tba.models.cpu import use_cpu
-from tba.models.load import LoadedModel, adapt, load_model
+from tba.models.load import LoadedModel, adapt, load_model, use_cpu
 from tba.models.weights import CanaryMismatch
 from tba.replay.columns import acknowledged_log
 from tba.runtime.board import Row
@@ -189,7 +188,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
     loaded = load_model(own.model)
     task = make_task_for(own, loaded)
     try:
-        engine = make_search_engine(own, loaded, beside_trainer=ends.weights.on_gpu)
+        engine = make_search_engine(own, loaded)
         reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error

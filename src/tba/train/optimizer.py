@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.config import TrainConfig
-from tba.policy.sharding import local_part
+from tba.policy.model import local_part
 from tba.train.offloaded_adam import OffloadedAdamW
 from tba.train.ranks import ALONE, Ranks
 
@@ -179,7 +179,7 @@ def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
         return
     masters, gradients = zip(*pairs)
     if gradients[0].is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.policy.kernels.gradients import accumulate, can_accumulate
+        from tba.policy.kernels import accumulate, can_accumulate
 
         sums = None if is_first else [master.grad for master in masters]
         if can_accumulate(sums, gradients):

@@ -23,7 +23,7 @@ from safetensors.numpy import save
 from safetensors.torch import load
 from torch import Tensor
 
-from tba.policy.sharding import rows_of_rank
+from tba.policy.model import rows_of_rank
 from tba.train.state import Snapshot, restore, take_snapshot
 
 FOREVER = timedelta(days=3650)

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tba.models.load import has_lora
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.policy.model import PolicyModel
+from tba.policy.model import PolicyModel, is_sharded, local_part
 from tba.policy.packing import pack
-from tba.policy.sharding import is_sharded, local_part
 from tba.train.ranks import ConnectedRanks, RankLost, first_words, is_of_a_socket
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights

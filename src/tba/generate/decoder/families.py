@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tba.generate.decoder.spec import DecoderSpec, ExpertsSpec, UnsupportedModel
@@ -122,10 +123,6 @@ def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
     return DecoderSpec(**{**shape, **values, **changes})
 
 
-def _qwen3(config: Any, *, tied: bool) -> DecoderSpec:
-    return _llama_like(config, tied=tied, query_key_norm="head")
-
-
 def _smollm3(config: Any, *, tied: bool) -> DecoderSpec:
     kinds = tuple("all" if rotates else "" for rotates in config.no_rope_layers)
     return _llama_like(config, tied=tied, rotary_kinds=kinds)
@@ -140,10 +137,6 @@ def _granite(config: Any, *, tied: bool) -> DecoderSpec:
         residual_scale=config.residual_multiplier,
         final_scale=1.0 / config.logits_scaling,
     )
-
-
-def _olmo2(config: Any, *, tied: bool) -> DecoderSpec:
-    return _llama_like(config, tied=tied, pre_norms=False, post_norms=True, query_key_norm="all")
 
 
 def _with_experts(config: Any, *, tied: bool, experts: dict[str, Any] | None = None, **changes: Any) -> DecoderSpec:
@@ -222,15 +215,18 @@ def _gpt_neox(config: Any, *, tied: bool) -> DecoderSpec:
     return _llama_like(config, tied=tied, norm="layer", gated=False, parallel_residual=config.use_parallel_residual)
 
 
+QWEN3 = partial(_llama_like, query_key_norm="head")
+OLMO2 = partial(_llama_like, pre_norms=False, post_norms=True, query_key_norm="all")
+
 FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
     "llama": (_llama_like, LLAMA_NAMES),
     "mistral": (_llama_like, LLAMA_NAMES),
     "qwen2": (_llama_like, LLAMA_NAMES),
-    "qwen3": (_qwen3, LLAMA_NAMES),
+    "qwen3": (QWEN3, LLAMA_NAMES),
     "phi3": (_llama_like, PHI3_NAMES),
     "smollm3": (_smollm3, LLAMA_NAMES),
     "granite": (_granite, LLAMA_NAMES),
-    "olmo2": (_olmo2, OLMO2_NAMES),
+    "olmo2": (OLMO2, OLMO2_NAMES),
     "mixtral": (_with_experts, LLAMA_NAMES),
     "qwen3_moe": (_qwen3_moe, LLAMA_NAMES),
     "olmoe": (_olmoe, LLAMA_NAMES),

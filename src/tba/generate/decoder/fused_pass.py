@@ -1,7 +1,7 @@
 """The pass of a decoder on CUDA: the same layers as decoder.py, in few kernels.
 
 Residual + norm is one kernel; rotation, storing and attention are one in a decode step, two otherwise. In a decode step,
-whose rows are few, the matrix products are kernels of our own where those are faster than cuBLAS (kernels/matmul.py): the
+whose rows are few, the matrix products are kernels of our own where those are faster than cuBLAS (kernels/layer.py): the
 gated activation and the sum over parts of a product cost no launch. That makes seven kernels a layer, eight with cuBLAS,
 where the plain pass has nineteen.
 
@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tba.generate.decoder.attention import Attend, AttendProjected, CausalAttention
-from tba.generate.decoder.experts import apply_experts, clamped_gate
+from tba.generate.decoder.layers import Attend, AttendProjected, CausalAttention, apply_experts, clamped_gate
 from tba.generate.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Layer, Linear, Norm
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
-    from tba.generate.kernels.matmul import Tile
+    from tba.generate.kernels.layer import Tile
 
 GELUS = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -123,7 +122,7 @@ class FusedPass:
 
     def _projected(self, index: int, x: Tensor, added: Added | None) -> Tensor:
         """Query, key and value heads of a layer [N, (H + 2 K) D], neither normed nor rotated by head."""
-        from tba.generate.kernels.matmul import linear
+        from tba.generate.kernels.layer import linear
 
         layer = self.weights.layers[index]
         normed = self._add_norm(x, added, layer.attention_norm)
@@ -170,8 +169,7 @@ class FusedPass:
 
     def _gated(self, up: Linear, x: Tensor) -> Tensor:
         """activation(gate) * up [N, F]."""
-        from tba.generate.kernels.layer import gated
-        from tba.generate.kernels.matmul import gated_linear
+        from tba.generate.kernels.layer import gated, gated_linear
 
         tile = self._tile("gated", up, x)
         if tile is None:
@@ -180,7 +178,7 @@ class FusedPass:
 
     def _added(self, linear: Linear, x: Tensor, post_norm: Norm | None) -> Added:
         """What a product adds to the residual stream, normed where its output is."""
-        from tba.generate.kernels.matmul import linear_parts
+        from tba.generate.kernels.layer import linear_parts
 
         tile = self._tile("parts", linear, x) if post_norm is None else None
         if tile is None:
@@ -189,7 +187,7 @@ class FusedPass:
 
     def _tile(self, kind: Literal["plain", "gated", "parts"], linear: Linear, x: Tensor) -> Tile | None:
         """How our own kernel cuts this product; None = cuBLAS serves."""
-        from tba.generate.kernels.matmul import choose_tile
+        from tba.generate.kernels.layer import choose_tile
 
         return None if linear.low_rank is not None else choose_tile(kind, x, linear.weight)
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.models.weights import check_fits, copy_all
+from tba.models.weights import check_fits
+from tba.types import copy_all
 
 
 class UnsupportedModel(Exception):
@@ -115,7 +116,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:
-    """A change of a matrix, up x down, that is kept beside it (adapter.py)."""
+    """A change of a matrix, up x down, that is kept beside it (`DecoderAdapter`)."""
 
     down: Tensor
     """[R, in]"""

@@ -5,6 +5,11 @@ the turn before finished: on a GPU the caller and the decode steps work side by 
 start from its keys and values as slots fall free. With the fused kernels keys and values lie in pages, and memory follows
 the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (slot_cache.py).
 
+Responses start in the order of the requests. Where keys and values of all of them have no room, the oldest go on: prompts
+that wait leave the cache first, the last before the others, then the youngest response is taken out. Its tokens are kept on
+the host, and it starts again from them before anything younger does; random numbers go by the number of the token, so it
+goes on as it would have.
+
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
                 them. Spans say which version chose which token.
@@ -17,6 +22,7 @@ computed by that version, keys and values included.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -25,12 +31,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tba.generate.contract import Engine, Update
-from tba.generate.decoder.adapter import DecoderAdapter
-from tba.generate.decoder.attention import Attend
-from tba.generate.decoder.build import make_decoder
-from tba.generate.decoder.check import check_engine
-from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.build import check_engine, make_decoder
+from tba.generate.decoder.decoder import Decoder, DecoderAdapter
 from tba.generate.decoder.fused_pass import why_not_fused
+from tba.generate.decoder.layers import Attend
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
     DECODE_STEPS_PER_SNAPSHOT,
@@ -39,15 +43,24 @@ from tba.generate.native.cuda_graphs import (
     slots_of_graph,
 )
 from tba.generate.native.paged_cache import PAGE, PagedCache, default_cache_bytes
-from tba.generate.native.prefill import PagedPrefill, SlotPrefill
-from tba.generate.native.prompt_queue import READ_AHEAD, KeyValueCache, PrefillQueue
+from tba.generate.native.prefill import (
+    READ_AHEAD,
+    KeyValueCache,
+    PagedPrefill,
+    PrefillQueue,
+    SlotPrefill,
+    WaitingPrompt,
+)
 from tba.generate.native.slot_cache import SlotAttention, SlotCache
-from tba.generate.native.slots import RunningResponses, SlotState, SlotTable
-from tba.generate.sampling import BrokenLogits, SamplingNeeds, sample
+from tba.generate.native.slots import AsyncCopy, SlotState, SlotTable
+from tba.generate.sampling import BrokenLogits, Response, SamplingNeeds, WrittenTokens, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.types import Completion, Request, Sampling, Weights
+from tba.types import Completion, Request, Sampling, Weights, on_device
 
 logger = logging.getLogger("tba.generate")
+
+STEPS_OF_ROOM = 8
+"""Decode steps that a response has room for when it starts."""
 
 
 def page_size_for(decoder: Decoder) -> int:
@@ -96,6 +109,14 @@ class NativeEngine(Engine):
         self._fused = self._make_fused()
         self._queue: PrefillQueue | None = None
         """What waits for slots while the engine generates."""
+        self._snapshots: deque[tuple[int, AsyncCopy]] = deque()
+        """Snapshots under way, of which the host has not taken note yet, each with the number of decode steps before it; the
+        oldest first."""
+        self._num_snapshots = 0
+        """Number of snapshots taken so far; those under way are the last."""
+        self._finished: list[tuple[list[Response], np.ndarray, AsyncCopy]] = []
+        """Responses taken out of their slots, with their numbers of tokens and their rows of the slots' tables, which may
+        still be under way."""
         self._sibling: NativeEngine | None = None
         if not isinstance(model, Decoder):
             self._check(model)
@@ -128,7 +149,6 @@ class NativeEngine(Engine):
         else:
             self.cache = SlotCache(spec, slots, dtype, self.device)
             self._prefill = SlotPrefill(self.decoder, self.cache)
-        self._running = RunningResponses(self._slots, self.state, self.cache, self._prefill, seed=self.seed)
 
     def _make_fused(self) -> FusedDecode | None:
         """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
@@ -141,7 +161,6 @@ class NativeEngine(Engine):
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
     def sibling(self) -> NativeEngine:
-        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
         # Made once: its tables and graphs cost as much memory and time as this one's.
         if self._sibling is None:
             self._sibling = NativeEngine(
@@ -160,19 +179,23 @@ class NativeEngine(Engine):
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
-        """Log-probs of given responses under the weights in use."""
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
     def _use(self, weights: Weights) -> None:
         if self._slots.any_running():
-            self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
+            self._synchronize()  # the spans below need the number of tokens that the old weights chose
+        # Before anything is noted: where a tensor does not fit this raises, and the engine goes on as it was.
         self._load_in_place(weights.tensors)
         self.version = weights.version
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
         if self._queue is not None:
-            self._running.forget_prompts(self._queue)
-            self._running.restart(self._queue, self.version)
+            # What waits is computed again, also where these weights have the number of those before, as those of a trainer
+            # that went back to a checkpoint.
+            while self._queue.give_back(num_kept=0):
+                pass
+            self.cache.forget_prefixes()
+            self._restart(self._queue)
 
     def _any_unfinished(self) -> bool:
         """Whether a response has tokens and is not complete, in its slot or taken out of it."""
@@ -194,7 +217,7 @@ class NativeEngine(Engine):
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
         queue = self._queue = PrefillQueue(
-            self._fitting(requests, sampling),
+            requests,
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
@@ -210,43 +233,131 @@ class NativeEngine(Engine):
 
     def _stop(self) -> None:
         self._queue = None
-        self._running.clear()
-
-    def _fitting(self, requests: Iterator[Request | None], sampling: Sampling) -> Iterator[Request | None]:
-        """The same requests, with an error at the first whose keys and values have no room."""
-        for request in requests:
-            if request is not None:
-                prompt, most = request.prompt, (request.sampling or sampling).max_new_tokens
-                length = len(prompt.token_ids) + max(len(request.prefix_ids), most)
-                self.cache.check_fits(length, f"prompt {prompt.id!r} with its response")
-            yield request
+        self._slots.clear()
+        self._snapshots.clear()
+        self._finished.clear()
+        self.state.vacate(slice(None))
+        self.cache.clear()
 
     def _loop(self, queue: PrefillQueue, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
         overlaps, slots = self._fused is not None, self._slots
         while True:
             if not overlaps:
-                yield from self._running.completions(self.stop_ids)
+                yield from self._completions()
             self._load_pending()
             self._refill(queue)
             if slots.any_running() and between_steps is not None:
                 between_steps()
             ahead = self._start_decode_steps(queue)
             if overlaps:  # the GPU works on this turn, the caller on what an earlier one finished
-                yield from self._running.completions(self.stop_ids)
+                yield from self._completions()
             while queue.completed:
                 yield queue.completed.pop()
             if ahead is not None:
-                self._running.take_finished(ahead)
-            elif queue.exhausted and not queue.waiting and self._running.all_handed_out:
+                self._take_finished(ahead)
+            elif queue.exhausted and not queue.waiting and not self._finished:
                 return
 
+    # --- into slots --------------------------------------------------------------------------------------------------
+
     def _refill(self, queue: PrefillQueue) -> None:
-        """Give free slots to waiting responses; while draining only to those that were taken out."""
+        """Give free slots to waiting responses, then move running ones into the gaps that remain."""
         num_free = self._slots.num_free
         if num_free and self._pending is None:
             queue.read_for(num_free, self.version)
-        # Reading may have loaded other weights: no response may start from keys and values of older ones.
-        self._running.admit(queue, self.version, resumed_only=self._pending is not None)
+        # Only now: reading may have loaded other weights, and no response may start from keys and values of older ones.
+        # While weights wait for running responses to finish, only those go on that were taken out and have tokens already.
+        waiting = list(queue.waiting) if self._pending is None else queue.resumed()
+        if waiting and (self._slots.num_free or self._prefill.is_early(waiting[0])):
+            self._admit(queue, waiting)
+        self._close_gaps()
+
+    def _admit(self, queue: PrefillQueue, waiting: list[WaitingPrompt]) -> None:
+        """Start responses of these prompts, the first that wait, and prefill where they are not ready."""
+        # What is ready starts before more is prefilled: pages that it needs must not go to those behind it.
+        self._start(queue, len(waiting))
+        if queue.first(self.version) is None:
+            at_once = not self._slots.any_running()
+            if self._slots.num_free:
+                self._prefill(waiting, self.version, at_once=at_once)
+                self._start(queue, len(waiting))
+            elif self._prefill.is_early(waiting[0]):
+                self._prefill(waiting[:1], self.version, at_once=at_once)
+        if not self._slots.any_running():
+            # Nothing runs, and the next response has no room even so: memory that was counted on is gone.
+            response = waiting[0].responses[0]
+            self.cache.check_fits(response.max_length, f"prompt {response.request.prompt.id!r} with its response")
+            raise RuntimeError(
+                f"nothing runs, and prompt {response.request.prompt.id!r} cannot start: pages were lost."
+            )
+
+    def _restart(self, queue: PrefillQueue) -> None:
+        """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
+        started = [
+            slot for slot, response in self._slots.items() if self._slots.num_tokens[slot] == response.num_prefix_tokens
+        ]
+        if not started:
+            return
+        responses = self._remove(started)
+        # The youngest first: each comes before all that wait, so that in the end the oldest is in front.
+        for response in sorted(responses, key=lambda response: -response.order):
+            queue.put_back(response)
+        first = [prompt for prompt in queue.waiting if prompt.responses[0] in responses]
+        self._prefill(first, self.version, at_once=not self._slots.any_running())
+        self._start(queue, len(first))
+        self._close_gaps()
+
+    def _start(self, queue: PrefillQueue, num_prompts: int) -> None:
+        """Start responses of the first prompts, in order, as far as they are ready and there are slots and room."""
+        started: list[tuple[int, Response]] = []
+        num_running = self._slots.count - len(self._slots.gaps)
+        # Prompts behind the first `num_prompts` stay where they are: while draining they must not start with old weights.
+        last = len(queue.waiting) - num_prompts
+        for slot in self._slots.free_slots():
+            prompt = queue.first(self.version) if len(queue.waiting) > last else None
+            if prompt is None or not self._has_room(slot, prompt, queue, num_running + len(started)):
+                break
+            started.append((slot, queue.take()))
+        if started:
+            self._place(*zip(*started))
+
+    def _has_room(self, slot: int, prompt: WaitingPrompt, queue: PrefillQueue, num_spare: int) -> bool:
+        """Give a slot the room that a prompt's next response needs; one page for each other response stays free."""
+        response = prompt.responses[0]
+        while not self.cache.start(
+            slot,
+            prompt.stored,
+            num_positions=min(response.start_position + STEPS_OF_ROOM, response.max_length),
+            most_positions=response.max_length,
+            is_last=len(prompt.responses) == 1,
+            num_spare=num_spare,
+        ):
+            # Prompts that were computed ahead make room, the last of them first; never the one that is to start.
+            if not queue.give_back(num_kept=1):
+                return False
+        return True
+
+    @torch.inference_mode()
+    def _place(self, slots: Sequence[int], responses: Sequence[Response]) -> None:
+        self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
+        self.cache.flush()  # before any step: the device must know the pages of the slots that run
+        self.state.place(slots, responses, self.seed)
+        for slot, response in zip(slots, responses):
+            # One that was taken out goes on in its span, unless other weights came in the meantime.
+            if response.written is None or response.spans[-1][1] != self.version:
+                response.open_span(len(response.token_ids), self.version)
+            self._slots.put(slot, response, first_snapshot=self._num_snapshots)
+
+    @torch.inference_mode()
+    def _close_gaps(self) -> None:
+        if self._snapshots:  # a snapshot under way knows responses by their slots
+            return
+        sources, targets = self._slots.compact()
+        if sources:
+            self.cache.move(sources, targets, self._slots.num_keys())
+            self.state.move(*on_device(torch.tensor([sources, targets]), self.state.device))
+
+    # --- decode steps ------------------------------------------------------------------------------------------------
 
     def _start_decode_steps(self, queue: PrefillQueue) -> int | None:
         """Start a decode step for every running response: on a GPU several, and they have only begun when this returns.
@@ -258,17 +369,18 @@ class NativeEngine(Engine):
         steps = 1
         if self._fused is not None:
             steps = DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT
-            steps = min(steps, self._slots.most_left() - self._running.num_steps_under_way)
+            steps = min(steps, self._slots.most_left() - self._num_steps_under_way)
             if steps <= 0 and self._slots.any_running():
                 return 0  # what is under way takes every response to its end
-        self._running.make_room(queue, steps)
+        self._make_room(queue, steps)
         if not self._slots.any_running():
             return None
         if self._fused is not None:
             self._fused.run(self._slots.count, decode_steps=steps)
         else:
             self._decode_step(self._slots.count, self._slots.num_keys(), self._slots.needs())
-        self._running.note_snapshot(steps)
+        self._snapshots.append((steps, self.state.snapshot(self._slots.count)))
+        self._num_snapshots += 1
         return ahead
 
     def _may_run_ahead(self, queue: PrefillQueue) -> bool:
@@ -293,3 +405,75 @@ class NativeEngine(Engine):
     def _attention(self, count: int, num_keys: int) -> Attend:
         assert isinstance(self.cache, SlotCache), "pages are read by the fused kernels"
         return SlotAttention(self.decoder.spec, self.cache, self.state.column("positions", count), num_keys)
+
+    def _make_room(self, queue: PrefillQueue, num_steps: int) -> None:
+        """Room for the next decode steps of all running responses; where there is none, for the oldest of them."""
+        if not self.cache.hold(*self._slots.reach(self._num_steps_under_way + num_steps)):
+            # Everything that has run is noted first: finished responses give back what they hold.
+            complete = self._synchronize()
+            self._snapshots.clear()
+            self._finish(complete)
+            while self._slots.any_running() and not self.cache.hold(*self._slots.reach(num_steps)):
+                if not queue.give_back(num_kept=0):
+                    self._take_out(self._slots.youngest(), queue)
+            self._close_gaps()
+        self.cache.flush()
+
+    @property
+    def _num_steps_under_way(self) -> int:
+        """Number of decode steps that have been started, and of which the host has not taken note."""
+        return sum(steps for steps, _ in self._snapshots)
+
+    def _synchronize(self) -> list[int]:
+        """Wait until the device stands still, and bring the host's numbers up to date -> slots that are complete."""
+        (integers,) = self.state.snapshot(self._slots.count).wait()
+        return self._slots.update(integers, self._num_snapshots)
+
+    @torch.inference_mode()
+    def _take_out(self, slot: int, queue: PrefillQueue) -> None:
+        """Take a running response out of its slot, with its tokens; the device must stand still."""
+        num_tokens = int(self._slots.num_tokens[slot])
+        tables = self.state.fetch([slot], num_tokens).wait()
+        (response,) = self._remove([slot])
+        if num_tokens > response.num_prefix_tokens:
+            tokens, behaviour, policy = (table[0].copy() for table in tables)
+            response.written = WrittenTokens(token_ids=tokens.astype(np.int32), behaviour=behaviour, policy=policy)
+        queue.put_back(response)
+
+    # --- out of slots ------------------------------------------------------------------------------------------------
+
+    def _take_finished(self, ahead: int) -> None:
+        """Take the finished responses out of their slots, by all snapshots but the last `ahead`."""
+        slots: list[int] = []
+        while len(self._snapshots) > ahead:
+            number = self._num_snapshots - len(self._snapshots)
+            _, snapshot = self._snapshots.popleft()
+            # A slot that is done stays done until it is taken out, so the last snapshot names all of them.
+            (integers,) = snapshot.wait()
+            slots = self._slots.update(integers, number)
+        self._finish(slots)
+
+    def _completions(self) -> Iterator[Completion]:
+        """The finished responses that have not been handed out; waits for their tables to arrive."""
+        finished, self._finished = self._finished, []
+        for responses, counts, tables in finished:
+            arrays = tables.wait()
+            for row, (response, count) in enumerate(zip(responses, counts)):
+                tokens, behaviour, policy = (array[row, :count] for array in arrays)
+                yield response.completion(tokens.astype(np.int32), behaviour.copy(), policy.copy(), self.stop_ids)
+
+    @torch.inference_mode()
+    def _finish(self, slots: Sequence[int]) -> None:
+        if slots:
+            counts = self._slots.num_tokens[slots]
+            tables = self.state.fetch(slots, int(counts.max()))
+            responses = [self._slots.remove(slot) for slot in slots]
+            self.cache.release(slots)
+            self._finished.append((responses, counts, tables))
+
+    def _remove(self, slots: Sequence[int]) -> list[Response]:
+        """Responses that are not finished leave their slots."""
+        responses = [self._slots.remove(slot) for slot in slots]
+        self.state.vacate(torch.tensor(slots, device=self.state.device))
+        self.cache.release(slots)
+        return responses

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from tba.generate.decoder.spec import DecoderSpec
+from tba.policy.flash_attention import counted
 from tba.types import on_device
 
 logger = logging.getLogger("tba.generate")
@@ -208,7 +209,7 @@ class PagePool:
                 self._add_chunk(count)
                 return True
             except torch.OutOfMemoryError as error:
-                reason = error
+                reason = error  # there may be memory for what is needed now, if not for a chunk of the usual size
         self.max_pages = self.num_pages
         size = self.num_pages * self.page_bytes / 2**30
         logger.warning("keys and values stay at %.3g GiB, and more responses wait: %.300s", size, reason)
@@ -227,13 +228,9 @@ class PagePool:
         self._place = np.append(self._place, np.arange(count))
         # Lower numbers are taken first: what is in use stays in few chunks.
         new = np.arange(first + count - 1, max(first, SCRATCH + 1) - 1, -1)
-        old, self._free = self._free[: self.num_free], np.zeros(self.num_pages, dtype=np.int64)
-        self._give_back_in_order(new, old)
-
-    def _give_back_in_order(self, *parts: np.ndarray) -> None:
-        self.num_free = 0
-        for pages in parts:
-            self._give_back(pages)
+        old, self._free, self.num_free = self._free[: self.num_free], np.zeros(self.num_pages, dtype=np.int64), 0
+        self._give_back(new)
+        self._give_back(old)
 
 
 class PrefixIndex:
@@ -417,8 +414,6 @@ class PagedCache:
         self.table = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
         """Offsets of the same pages, int64 [S, P]."""
         self.groups = PromptGroups(num_slots, device)
-        self._added: list[np.ndarray] = []
-        """Places in the flat table that got a page which the device does not know yet."""
         self._stale = np.zeros(num_slots, dtype=np.int64)
         """Number of leading entries of each row that may be others on the device."""
         self._copies: list[tuple[int, int]] = []
@@ -455,8 +450,10 @@ class PagedCache:
         `is_last` says that no other response starts from the prompt: the slot takes over what is the prompt's.
         """
         num_whole, is_partial = divmod(len(prompt.ids), self.page_size)
+        # The response writes into the prompt's last page unless that is full: it gets a copy while others start from it.
         copies = int(is_partial > 0 and not is_last)
         own = max(0, self.num_pages(num_positions) - len(prompt.pages)) + copies
+        # Not as many as there are: a running response without its next page would be taken out again.
         if own + num_spare > self.pool.num_available:
             return False
         new = self.pool.allocate(own)
@@ -486,15 +483,16 @@ class PagedCache:
         if pages is None:
             return False
         rows = np.repeat(chosen, missing)
-        columns = self.counts[rows] + _ramp(missing)
+        columns = self.counts[rows] + counted(missing)
         self.numbers[rows, columns] = pages
         self.counts[chosen] += missing
-        self._added.append(rows * self.numbers.shape[1] + columns)
+        self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         return True
 
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those that nobody else uses are free."""
         chosen = np.asarray(slots)
+        # Noted while the counts are still there: so many entries of the device's row name pages that it loses.
         self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
         self._release(self.numbers[chosen][used])
@@ -516,7 +514,6 @@ class PagedCache:
         self.pool.release_all()
         self.prefixes.clear()
         self.numbers[:], self.counts[:], self.num_whole[:] = SCRATCH, 0, 0
-        self._added.clear()
         self._copies.clear()
         self._stale[:] = 0
         self.table.zero_()
@@ -573,13 +570,9 @@ class PagedCache:
             sources, targets = np.array(self._copies).T
             self.pool.copy(sources, targets)
             self._copies.clear()
-        if self._added or self._stale.any():
-            # A place may be named twice: both times it gets what the host's table says now.
-            slots, width = np.flatnonzero(self._stale), self.numbers.shape[1]
-            places = np.concatenate(
-                (*self._added, np.repeat(slots, self._stale[slots]) * width + _ramp(self._stale[slots]))
-            )
-            self._added.clear()
+        slots = np.flatnonzero(self._stale)
+        if len(slots):
+            places = np.repeat(slots, self._stale[slots]) * self.numbers.shape[1] + counted(self._stale[slots])
             self._stale[:] = 0
             offsets = self.pool.offsets[self.numbers.reshape(-1)[places]]
             where, what = on_device(torch.from_numpy(np.stack((places, offsets))), self.device)
@@ -594,12 +587,6 @@ class PagedCache:
         num_keys = int(own.max(initial=0)) * self.page_size
         splits = num_splits(num_keys, num_slots * self.spec.num_kv_heads)
         return PagePlan(splits=splits, shared=self.groups.any_shared)
-
-
-def _ramp(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each count, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def side_by_side(pages: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.decoder.attention import attention_with_sinks
+from tba.generate.decoder.layers import attention_with_sinks
 from tba.generate.decoder.spec import DecoderSpec
 from tba.policy.packed_attention import softcapped_attention
 from tba.types import on_device
@@ -30,8 +30,8 @@ POSITIONS_LAST = {"cpu": True, "cuda": False}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prefilled:
-    """Keys and values of a batch of prompts, waiting for slots.
+class SlotPrompt:
+    """A prompt of a batch that was prefilled, waiting for slots; prompts of one batch share its tensors.
 
     The last token of each prompt is left out: it is fed at the first decode step, which yields the first new token.
     """
@@ -40,21 +40,11 @@ class Prefilled:
     """As in the cache: [M, B, K, D, L], or [M, B, K, L, D] on CUDA."""
     values: Tensor
     """[M, B, K, L, D]"""
-    version: int
-    """Version of the weights that computed them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotPrompt:
-    """A prompt of a batch that was prefilled."""
-
-    batch: Prefilled
     row: int
+    """Place of the prompt in the batch."""
+    version: int
+    """Version of the weights that computed it."""
     ready: bool = True
-
-    @property
-    def version(self) -> int:
-        return self.batch.version
 
 
 class SlotCache:
@@ -97,8 +87,8 @@ class SlotCache:
         if not self._starts:
             return
         self.reserve(self._longest)
-        for batch in {id(prompt.batch): prompt.batch for _, prompt in self._starts}.values():
-            chosen = [(slot, prompt.row) for slot, prompt in self._starts if prompt.batch is batch]
+        for batch in {id(prompt.values): prompt for _, prompt in self._starts}.values():
+            chosen = [(slot, prompt.row) for slot, prompt in self._starts if prompt.values is batch.values]
             targets, rows = on_device(torch.tensor(chosen), self.values.device).unbind(1)
             self.fork(targets, batch, rows)
         self._starts.clear()
@@ -136,8 +126,8 @@ class SlotCache:
         self.keys = F.pad(self.keys, (0, extra) if self.positions_last else (0, 0, 0, extra))
         self.values = F.pad(self.values, (0, 0, 0, extra))
 
-    def fork(self, slots: Tensor, prefilled: Prefilled, rows: Tensor) -> None:
-        """Copy prompt `rows[i]` into slot `slots[i]`."""
+    def fork(self, slots: Tensor, prefilled: SlotPrompt, rows: Tensor) -> None:
+        """Copy prompt `rows[i]` of a batch into slot `slots[i]`."""
         # What lies beyond the cache is padding: `reserve` was called for the prompt itself.
         length = min(prefilled.values.shape[3], self.values.shape[3])
         self.keys[self._keys_upto(slots, length)] = prefilled.keys[self._keys_upto(rows, length)]
