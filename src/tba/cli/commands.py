@@ -127,7 +127,7 @@ def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str
     stranger's."""
     from transformers import AutoTokenizer
 
-    from tba.config import load_run_config
+    from tba.config import load_config
     from tba.models.load import told
     from tba.models.names import resolve_path
     from tba.observe.files import one_line
@@ -137,7 +137,7 @@ def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str
     try:
         if not folder.config.is_file():
             raise FileNotFoundError(f"there is no {folder.config}")
-        model, saved = load_run_config(folder.config).model, folder.checkpoints_by_step()
+        model, saved = load_config(folder.config).model, folder.checkpoints_by_step()
         path = str(saved[max(saved)]) if saved else resolve_path(model.path)
         with told(path, "has no tokenizer that can be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config, load_run_config
+from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
 from tba.launch.async_run import AsyncRun, MakeRuntime, runtimes
@@ -266,9 +266,9 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
     task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
-        config = load_run_config(folder.config, [*overrides, f"model.path={weights}"])
+        config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
-        start = partial(load_scorer, load_run_config(folder.config, overrides).model)
+        start = partial(load_scorer, load_config(folder.config, overrides).model)
     else:
         own = [] if task is None else [f"task.name={task}"]
         config = load_config(None, [*overrides, *own, f"model.path={target}"])
