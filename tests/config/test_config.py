@@ -119,11 +119,11 @@ def test_a_bad_setting_is_explained(override, message):
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
         (["replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
         (["search.explore.temperature=[2, 1]"], "search.explore: temperature=[2.0, 1.0] is no range"),
-        (["replay.durability=node"], "runtime.kind=local has only one: use replay.durability=power, or run"),
-        (["replay.durability=node", "runtime.kind=ray"], "a private cluster of this machine, has only one"),
+        (["replay.durability=node"], "this run has only one: use power, or"),
+        (["replay.durability=node", "runtime.kind=ray"], "with runtime.kind=ray and the runtime.address of a cluster"),
         (
             ["replay.durability=node", "runtime.kind=ray", "runtime.address=auto", "mode=sync"],
-            "mode=sync, where one process does everything, has only one",
+            "replay.durability=node keeps a second copy on another node",
         ),
         (
             [

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.data.splits import read_problems, read_splits
+from tba.tasks.data.prompts import read_problems, read_splits
 from tba.tasks.math.answers import last_boxed, normal_form, plain_number
 from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer

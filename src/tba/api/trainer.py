@@ -28,8 +28,7 @@ from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.recorder import past_lines
 from tba.observe.run_folder import CARD, RunFolder
-from tba.tasks.custom import num_train_prompts
-from tba.tasks.data.prompt_file import is_chat
+from tba.tasks.custom import is_chat, num_train_prompts
 from tba.tasks.data.rows import SCRIPT_FOLDER
 
 logger = logging.getLogger("tba")

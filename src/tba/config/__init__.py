@@ -15,11 +15,10 @@ from tba.config.files import (
     yaml_words,
 )
 from tba.config.root import Config
-from tba.config.runtime import RuntimeConfig
-from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     DEFAULT_STEPS,
     EvaluateConfig,
+    ExploreConfig,
     GenerateConfig,
     LoraConfig,
     ModelConfig,
@@ -27,6 +26,8 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
+    RuntimeConfig,
+    SearchConfig,
     TrainConfig,
 )
 from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig

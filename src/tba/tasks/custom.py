@@ -1,26 +1,37 @@
-"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions.
+"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions (`tasks/rewards`).
 
 {"prompt": "What is 2 + 2?", "answer": "4"}
 {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-data/prompt_file.py reads the file; `tasks/rewards` calls the functions.
+Every row is checked, and held out or trained on by a hash of its prompt. Prompts of a plain file stay there: two numbers of
+each are kept in memory, the rest is read when it is visited.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from tba.config import RewardConfig, TaskConfig
 from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompt_file import PromptReader, Reader, Side, read_prompts, read_text
-from tba.tasks.data.rows import RowNames
-from tba.tasks.data.splits import nothing_left
+from tba.tasks.data.prompts import LazyPrompts, hash_64, make_prompt, not_held_out, nothing_left, question_key, share_of
+from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.files import check_reward_function
+from tba.tasks.rewards.files import GIVEN_ARGUMENTS, check_reward_function, shortened
 from tba.tasks.rewards.functions import RewardSet, named_rewards
 from tba.types import Completion, Prompt, combined_reward
 
@@ -136,3 +147,178 @@ def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells
     if held_out is not train:
         train.leave_out(held_out, data=data, held_out_words=_held_out_words(config), trains=trains)
     return train, held_out
+
+
+Reader = Callable[[DataRow, Path], Prompt]
+"""Makes a prompt of a row of a file; BadRow where it cannot."""
+
+
+def read_prompts(
+    config: TaskConfig, path: Path, reader: Reader, held_out_fraction: float, *, tells: bool = True
+) -> tuple[Side, Side]:
+    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
+    plain file stay there, so that it may be larger than memory."""
+    if not path.is_file():
+        raise ValueError(f"task.data: file {path} does not exist.")
+    names, ids, packed = RowNames.of(path), set[int](), path.suffix == ".gz"
+    bad = BadRows(config.on_bad_row, names=names)
+    sides = [Side([] if packed else FilePrompts(path, lambda row: reader(row, path))) for _ in range(2)]
+
+    def check(row: DataRow) -> None:
+        prompt = reader(row, path)
+        key = hash_64(prompt.id)  # the ids themselves of many million prompts would fill the memory
+        if key in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
+        ids.add(key)
+        sides[share_of(prompt.text) < held_out_fraction].add(prompt, row)
+
+    bad.keep(jsonl_rows(path, bad), check)
+    if tells:
+        bad.report()
+    if not any(side.prompts for side in sides):
+        but = f" but for {bad.total} bad rows" if bad.total else ""
+        raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
+    return sides[0], sides[1]
+
+
+@dataclass
+class Side:
+    """The prompts on one side of the split, with the keys of their questions."""
+
+    prompts: list[Prompt] | FilePrompts
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    """Key of each prompt's question (question_key)."""
+
+    def add(self, prompt: Prompt, row: DataRow) -> None:
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.append(row)
+        else:
+            self.prompts.append(prompt)
+        self.keys.append(question_key(prompt.text))
+
+    def leave_out(self, held_out: Side, *, data: str, held_out_words: str, trains: bool = True) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
+        prompt has no others to be evaluated on: it keeps it."""
+        if len(set(self.keys)) == 1:
+            return
+        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
+        if all(kept):
+            return
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.keep(kept)
+        else:
+            self.prompts = list(compress(self.prompts, kept))
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides the messages."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Columns that every row must have, each with the name of the reward that needs it."""
+
+    def __call__(self, row: DataRow, path: Path) -> Prompt:
+        text = _prompt_text(row)
+        for column, reward in self.needed.items():
+            # verl keeps its ground truth in a column of several values.
+            if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
+                near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1)
+                hint = f" Did the reward mean `{near[0]}`, which every reward gets?" if near else ""
+                raise BadRow(
+                    "missing column",
+                    f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
+                    f"{hint}",
+                )
+        return make_prompt(
+            text=text,
+            id=_id(row, path),
+            columns={name: value for name, value in row.value.items() if name != "prompt"},
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_tokens,
+            place=row.place,
+            template=self.template,
+        )
+
+
+def read_text(row: DataRow, path: Path) -> Prompt:
+    """A prompt without its tokens."""
+    return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=_prompt_text(row))
+
+
+class FilePrompts(LazyPrompts):
+    """The prompts of some lines of a JSONL file, which must not change meanwhile."""
+
+    def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
+        self._path, self._read = path, read
+        self._offsets, self._lines = array("q"), array("q")
+        self._file = path.open("rb")
+        weakref.finalize(self, self._file.close)  # left open, PYTHONWARNINGS=error shows it as a traceback of ours
+        self._stamp = self._stamp_now()
+
+    def append(self, row: DataRow) -> None:
+        """Append a row of the file that `read` found good."""
+        assert row.offset is not None, "rows of a plain file have a place to come back to"
+        self._offsets.append(row.offset)
+        self._lines.append(row.line)
+
+    def keep(self, kept: Sequence[bool]) -> None:
+        """Leave out the prompts for which `kept` is False."""
+        self._offsets, self._lines = (array("q", compress(own, kept)) for own in (self._offsets, self._lines))
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def at(self, place: int) -> Prompt:
+        if self._stamp_now() != self._stamp:
+            raise RuntimeError(
+                f"{self._path} has changed since the run began: its prompts are no longer those checked."
+            )
+        self._file.seek(self._offsets[place])
+        line = self._lines[place]
+        return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
+
+    def _stamp_now(self) -> tuple[int, int]:
+        """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+
+def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
+    wanted = (
+        f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
+        '({"role": ..., "content": ...}).'
+    )
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", wanted)
+    if "prompt" not in row.value:
+        others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
+        raise BadRow("missing column", wanted + others)
+    prompt = row.value["prompt"]
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(content.strip() for content in contents):
+        raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
+    return prompt
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of chat messages with a role and text."""
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def _id(row: DataRow, path: Path) -> str:
+    """The `id` column; where there is none, the file's name and the line."""
+    id = row.value.get("id")
+    if id is None:
+        return f"{path.stem}-{row.line}"
+    if not isinstance(id, str | int):
+        raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
+    return str(id)

@@ -1,6 +1,6 @@
 """What tasks of questions with a stored answer share: their rows, splits and prompts.
 
-Held out are the test rows, or task.eval_data; data/splits.py says which rows are trained and tuned on.
+Held out are the test rows, or task.eval_data; data/prompts.py says which rows are trained and tuned on.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import make_prompt, uses_chat
+from tba.tasks.data.prompts import QuestionAnswer, Source, make_prompt, nothing_left, read_splits, uses_chat
 from tba.tasks.data.rows import keep_some
-from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome
 from tba.types import Completion, Prompt

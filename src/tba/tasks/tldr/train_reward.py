@@ -28,8 +28,8 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from tba.models.load import context_length, first_line, load_weights, resolve_device
 from tba.observe.files import check_new_folder
+from tba.tasks.data.prompts import share_of
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
-from tba.tasks.data.splits import share_of
 from tba.tasks.tldr.reward_model import REWARD_FILE, Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]

@@ -1,1 +1,0 @@
-"""Word problems with a seeded generator: the embedded maths task."""

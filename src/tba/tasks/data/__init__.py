@@ -1,1 +1,0 @@
-"""How a task's data is read, encoded and split."""

@@ -1,1 +1,0 @@
-"""MATH: competition mathematics, and when an answer to it is right."""
