@@ -53,8 +53,7 @@ from tba.tasks.tldr.posts import (
     reference_summary,
     wins,
 )
-from tba.tasks.tldr.reward_model import load_scorer
-from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
+from tba.tasks.tldr.reward_model import Pair, RewardTraining, load_scorer, train_reward_model, write_pairs
 from tba.types import Sampling
 
 SHAPE = Shape(hidden_size=128, num_key_value_heads=4, context=64)

@@ -37,7 +37,7 @@ def test_searchers_take_the_devices_in_turn_or_the_models():
         (["search.devices=gpu"], "device 'gpu' is not known: write cpu, cuda or cuda:1"),
         (
             ["search.devices=cpu", "runtime.kind=ray"],
-            "search.devices cannot be used with runtime.kind=ray: Ray places roles",
+            "search.devices cannot be used with runtime.kind=ray, which places roles",
         ),
         (
             ["model.device=cuda:0", "search.devices=cuda:1", "mode=fixed_lag"],

@@ -194,15 +194,14 @@ FILES = {
     "data that were packed": (
         own(data="packed.jsonl"),
         {},
-        "packed.jsonl is packed by gzip, and .jsonl or .jsonl.gz is",
+        "packed.jsonl is packed by gzip: name it .jsonl.gz",
     ),
     "data that were not packed": (
         own(data="d.jsonl.gz"),
         {"d.jsonl.gz": ROW},
         "leave .gz out of its name if it is not",
     ),
-    "data in UTF-32": (own(data="utf32.jsonl"), {}, "is UTF-32, and UTF-8 is needed: iconv -f UTF-32 "),
-    "data in UTF-16 without a mark": (own(data="utf16.jsonl"), {}, "utf16.jsonl is UTF-16LE, and UTF-8 is needed"),
+    "data in UTF-16": (own(data="utf16.jsonl"), {}, "utf16.jsonl line 1 is not valid UTF-8"),
     "a row with a key twice": (
         *data(ROW + '{"prompt": "w5", "prompt": "w6", "want": "w7"}\n'),
         "d.jsonl line 2 has the key 'prompt' twice: which value counts?",
@@ -253,10 +252,6 @@ FILES = {
         "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
     ),
     "data that git-lfs has not fetched": (*data(LFS), "d.jsonl is a pointer of git-lfs to the data: `git lfs pull`"),
-    "data with the line ends of old Macs": (
-        *data(ROW.replace("\n", "\r") * 2),
-        "d.jsonl ends its lines with \\r alone",
-    ),
     "a reward of the singular": (
         *rewards("def f(completion): return [1.0]\n"),
         "Did the reward mean `completions`, which",
@@ -281,11 +276,6 @@ FILES = {
     ),
     "a reward that is a class": (*rewards("class f:\n    pass\n"), "r.py:1: f is a class: name a function"),
     "a reward file that is no Python": (*rewards("def f(:\n"), "r.py:1 is not valid Python"),
-    "a reward file that exits": (*rewards(GOOD + "import sys\nsys.exit(0)\n"), "r.py:4 runs sys.exit(...)"),
-    "a reward file that reads arguments": (
-        *rewards(GOOD + "import argparse\na = argparse.ArgumentParser().parse_args()\n"),
-        "r.py:4 runs parse_args() when it is imported",
-    ),
     "a reward that imports nothing": (
         *rewards("import nowhere_at_all\n" + GOOD),
         "r.py:1 imports 'nowhere_at_all', which is not installed here",
@@ -539,8 +529,7 @@ def prepare(folder, here) -> None:
     (here / "away").symlink_to("gone")
     os.mkfifo(here / "pipe")
     (here / "packed.jsonl").write_bytes(gzip.compress(ROW.encode()))
-    (here / "utf32.jsonl").write_bytes(ROW.encode("utf-32"))
-    (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16-le"))
+    (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16"))
     (here / "adapter").mkdir()
     (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "m"}))
     (here / "runs" / "there").mkdir(parents=True)

@@ -433,18 +433,10 @@ def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_impor
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "import sys\nsys.exit(0)\n",
-            r"rewards.py:2 runs sys.exit\(...\) when it is imported: put what runs the file as",
-        ),
-        (
-            "import argparse\nargs = argparse.ArgumentParser().parse_args()\n",
-            r"rewards.py:2 runs parse_args\(\) when it",
-        ),
         ("def score(completions)\n    return []", r"rewards.py:1 is not valid Python: expected ':'"),
     ],
 )
-def test_a_file_that_ends_the_program_or_is_no_python_is_refused_with_its_line(write, text, message):
+def test_a_file_that_is_no_python_is_refused_with_its_line(write, text, message):
     with pytest.raises(ValueError, match=message):
         check_reward_function(write("rewards.py", text) + ":score")
 

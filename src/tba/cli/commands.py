@@ -210,7 +210,7 @@ def prepare(
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
     from tba.models.cpu import use_cpu
-    from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
+    from tba.tasks.tldr.reward_model import RewardTraining, train_reward_model
 
     use_cpu()
     settings = RewardTraining(
