@@ -14,7 +14,7 @@ from trainers import ROWS
 from transformers import AutoModel
 
 from tba import TBAConfig, TBATrainer
-from tba.api.inputs import dataset_file, reward_configs
+from tba.api.files import dataset_file, reward_configs
 from tba.config import ConfigError, load_config
 from tba.launch.run import load_inputs
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tba.api.outputs import link_checkpoints
+from tba.api.files import link_checkpoints
 from tba.config import ConfigError
 from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import PastLine, RunListener

@@ -21,9 +21,19 @@ from transformers.trainer_utils import TrainOutput as TransformersOutput
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
-from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
+from tba.api.files import (
+    copy_model,
+    dataset_file,
+    flat,
+    generate,
+    link_checkpoints,
+    list_as_saved,
+    lora_config,
+    model_card,
+    model_folder,
+    reward_configs,
+)
 from tba.api.names import ARGUMENTS, REFUSED_ARGUMENTS, in_python_words
-from tba.api.outputs import copy_model, flat, generate, link_checkpoints, list_as_saved, model_card
 from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.recorder import past_lines
