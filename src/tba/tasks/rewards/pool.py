@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from tba.runtime.links import Failed
 from tba.tasks.base import FinishedGroup, Rewards, Task
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.functions import named_rewards
-from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
+from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
 from tba.types import Completion
 
@@ -130,7 +131,7 @@ class _Job:
 class _Seat:
     """The place of one worker: its process, started anew when it was killed or has died, and the job that it has."""
 
-    process: RewardProcess | None = None
+    process: WorkerProcess | None = None
     job: _Job | None = None
     started: float = 0.0
     """Time at which the job was given to the worker."""
@@ -300,7 +301,8 @@ class WorkerRewards:
     def _start(self, seat: _Seat, job: _Job) -> None:
         loaded = seat.process is not None
         if seat.process is None:
-            seat.process = RewardProcess(self._rewards, log=self._log, passed_on=self._passed_on)
+            make = partial(RewardService, self._rewards)
+            seat.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
