@@ -294,14 +294,15 @@ def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int =
 def _bleu(
     index: int,
     counts: list[list[Counter[Ngram]]],
-    most: list[dict[Ngram, tuple[int, int, int]]],
+    most: list[dict[Ngram, tuple[int, int]]],
     lengths: list[int],
 ) -> float:
     """BLEU of one text against the others: geometric mean of clipped precisions times the brevity penalty."""
     log_precision = 0.0
-    for order, (of_order, largest) in enumerate(zip(counts, most)):
+    for order, (of_order, of_all) in enumerate(zip(counts, most)):
         own = of_order[index]
-        matches = sum(min(count, _most_elsewhere(largest[ngram], index)) for ngram, count in own.items())
+        # The largest count may be this text's own; then the others have the second at most.
+        matches = sum(min(count, of_all[ngram][count < of_all[ngram][1]]) for ngram, count in own.items())
         if order == 0 and matches == 0:
             return 0.0
         log_precision += math.log((matches or NO_MATCH) / max(1, own.total())) / MAX_ORDER
@@ -318,20 +319,14 @@ def _ngrams(words: Sequence[str], order: int) -> Counter[Ngram]:
     return Counter(tuple(words[start : start + order]) for start in range(len(words) - order + 1))
 
 
-def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int, int]]:
-    """For every n-gram its largest count in a text, the first text that has it, and the largest count in another text. So
-    a text's references need not be gone through one by one."""
-    found: dict[Ngram, tuple[int, int, int]] = {}
-    for index, own in enumerate(counts):
+def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int]]:
+    """For every n-gram its second largest and its largest count in a text: the others of a text need not be gone through."""
+    found: dict[Ngram, tuple[int, int]] = {}
+    for own in counts:
         for ngram, count in own.items():
-            first, owner, second = found.get(ngram, (0, -1, 0))
-            found[ngram] = (count, index, first) if count > first else (first, owner, max(second, count))
+            second, largest = found.get(ngram, (0, 0))
+            found[ngram] = (min(max(second, count), largest), max(largest, count))
     return found
-
-
-def _most_elsewhere(largest: tuple[int, int, int], index: int) -> int:
-    first, owner, second = largest
-    return second if owner == index else first
 
 
 def _exp_entropy(shares: np.ndarray) -> float:
