@@ -1,5 +1,5 @@
 """What a script gives and gets as files. Given, for all processes of a run: datasets as JSONL, models as folders, rewards as
-functions that can be sent to workers. Got: checkpoints by TRL's names, the trained model with its card; and its responses.
+functions that can be sent to workers. Got: checkpoints by TRL's names, the trained model with its card.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from numbers import Real
@@ -319,40 +318,3 @@ def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value if isinstance(value, (int, float)) else str(value)
     return found
-
-
-def generate(
-    config: Config, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int, greedy: bool
-) -> list[list[str]]:
-    """Responses of the engine that searchers use: texts for each prompt, in their order."""
-    from tba.generate.sampling import training_sampling
-    from tba.launch.memory import Machine, ModelShape
-    from tba.launch.resolve import resolve
-    from tba.models.cpu import use_cpu
-    from tba.models.load import load_model
-    from tba.runtime.threads import threads_alone
-    from tba.search.make import make_search_engine
-    from tba.tasks.data.prompts import make_prompt
-    from tba.types import Request
-
-    use_cpu(threads_alone(config))
-    loaded = load_model(config.model)
-    room = loaded.context - config.generate.max_new_tokens
-    template = config.task.chat_template_kwargs
-    made = [
-        make_prompt(
-            id=str(index), text=text, columns={}, tokenizer=loaded.tokenizer, max_tokens=room, template=template
-        )
-        for index, text in enumerate(prompts)
-    ]
-    longest = max((len(prompt.token_ids) for prompt in made), default=1)
-    shape, machine = ModelShape.of(loaded), Machine.found(config)
-    config = resolve(config, shape, machine, longest_prompt=lambda: longest, trains=False)
-    sampling = replace(training_sampling(config), greedy=greedy)
-    found: dict[tuple[int, int], str] = {}
-    requests = (Request(prompt=prompt) for prompt in made)
-    engine = make_search_engine(config, loaded)
-    for completion in engine.generate(requests, samples_per_prompt=num_generations, sampling=sampling):
-        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        found[int(completion.prompt_id), completion.sample_index] = text
-    return [[found[index, sample] for sample in range(num_generations)] for index in range(len(made))]

@@ -25,7 +25,6 @@ from tba.api.files import (
     copy_model,
     dataset_file,
     flat,
-    generate,
     link_checkpoints,
     list_as_saved,
     lora_config,
@@ -281,6 +280,8 @@ class TBATrainer:
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, str) and not is_chat(prompt):
                 raise ConfigError(f"prompts[{index}] is {prompt!r:.80}: give text or a list of chat messages.")
+        from tba.launch import generate
+
         greedy = num_generations == 1 if greedy is None else greedy
         return generate(self._config_of_weights(), prompts, num_generations=num_generations, greedy=greedy)
 
