@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from recipes.red_team import draw_attack, make_tokenizer
-from tba.tasks.red_team import weaknesses as world
+from tba.tasks.red_team import models as world
 from tba.tasks.red_team.models import MarkerJudge, RuleVictim, mode_of, modes, rarity
 
 

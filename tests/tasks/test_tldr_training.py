@@ -18,7 +18,6 @@ from tba.tasks.tldr.reward_model import (
     pair_accuracy,
     read_pairs,
     train_reward_model,
-    write_pairs,
 )
 
 pytestmark = pytest.mark.slow
@@ -42,6 +41,11 @@ def easy_pairs(num_pairs, seed=0):
         return " ".join(f"w{rng.randrange(low, high)}" for _ in range(3))
 
     return [Pair(words(3, 40), words(22, 40), words(3, 22)) for _ in range(num_pairs)]
+
+
+def write_pairs(path, pairs):
+    rows = ({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_rows(path, *rows):

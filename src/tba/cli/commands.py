@@ -226,23 +226,12 @@ def config(
     word: Annotated[str | None, typer.Argument(help="A section (train) or a word to look for (length).")] = None,
 ) -> None:
     """Print every setting with its type, default and meaning, as Markdown; with a WORD those of a section, or about it."""
-    from tba.config.reference import ObjectiveEntry, reference, search
+    from tba.config.reference import reference, search
     from tba.objectives.registry import OBJECTIVES
 
-    entries = [
-        ObjectiveEntry(
-            name=name,
-            settings=kind,
-            beta=kind.default_beta,
-            beta_tokens=kind.default_beta_tokens,
-            max_kl_penalty=kind.default_max_kl_penalty,
-            reset_every=kind.default_reset_every,
-        )
-        for name, kind in OBJECTIVES.items()
-    ]
     if word is None:
-        typer.echo(reference(entries), nl=False)
-    elif found := search(entries, word):
+        typer.echo(reference(OBJECTIVES), nl=False)
+    elif found := search(OBJECTIVES, word):
         typer.echo("\n".join(found))
     else:
         raise ConfigError(f"no setting has {word!r} in its name or text: `tba config` prints all of them.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill, indent
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -40,36 +39,22 @@ SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 """Limits of numbers, as pydantic stores them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveEntry:
-    """An objective's own settings, which the config layer does not know.
-
-    ObjectiveEntry(name="grpo", settings=GRPO, beta=0.04, reset_every=0)
-    """
-
-    name: str
-    settings: type[BaseModel]
-    beta: float
-    """Value of objective.beta where it is None."""
-    beta_tokens: int | None = None
-    """Largest generate.max_new_tokens for which that is so; beyond it beta is in proportion less. None = any."""
-    max_kl_penalty: float | None = None
-    """Value of objective.max_kl_penalty where beta is None."""
-    reset_every: int
-    """Value of reference.reset_every where it is None."""
+Objectives = Mapping[str, Any]
+"""Classes of the objectives by name: models of their own settings, with the defaults of beta and of its bound. This layer
+does not know them."""
 
 
-def reference(objectives: Sequence[ObjectiveEntry]) -> str:
+def reference(objectives: Objectives) -> str:
     """The whole document: the run's own settings, every section with its inner ones, schedules, and each objective's."""
     parts = [INTRODUCTION, *_section("", Config)]
     parts += ["## Schedules", _sentence(Schedule), _table("", Schedule)]
     parts += ["## Settings of the objectives", "They are keys of `objective`, beside those above."]
-    for entry in objectives:
-        parts += list(_objective(entry))
+    for name, kind in objectives.items():
+        parts += list(_objective(name, kind))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def search(objectives: Sequence[ObjectiveEntry], word: str) -> list[str]:
+def search(objectives: Objectives, word: str) -> list[str]:
     """A paragraph for each setting of a section, or with a word in its name or text, those with it in their name first."""
     rows: dict[tuple[str, ...], list[str]] = {}
     """The objectives that have a setting, by its row; [""] = it is none of theirs."""
@@ -102,21 +87,17 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
             yield from _section(f"{key}.{name}" if key else name, inner)
 
 
-def _objective(entry: ObjectiveEntry) -> Iterator[str]:
-    yield f"### {entry.name}"
-    reset = f"reset every {entry.reset_every} optimizer steps" if entry.reset_every else "never reset"
-    beta = f"{entry.beta:g}"
-    if entry.beta_tokens is not None:
-        longer = (
-            f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
-        )
-        beta += f", or {longer},"
-    if entry.max_kl_penalty is not None:
-        beta = f"{beta.removesuffix(',')}, `objective.max_kl_penalty` {entry.max_kl_penalty:g}"
-    defaults = f"By default `objective.beta` is {beta} and the reference is {reset}."
-    yield f"{_sentence(entry.settings)} {defaults}".strip()
-    if entry.settings.model_fields:
-        yield _table("objective", entry.settings)
+def _objective(name: str, kind: Any) -> Iterator[str]:
+    yield f"### {name}"
+    beta, tokens, every = f"{kind.default_beta:g}", kind.default_beta_tokens, kind.default_reset_every
+    if tokens is not None:
+        beta += f", or {kind.default_beta * tokens:g} / `generate.max_new_tokens` where that is above {tokens},"
+    if kind.default_max_kl_penalty is not None:
+        beta = f"{beta.removesuffix(',')}, `objective.max_kl_penalty` {kind.default_max_kl_penalty:g}"
+    reset = f"reset every {every} optimizer steps" if every else "never reset"
+    yield f"{_sentence(kind)} By default `objective.beta` is {beta} and the reference is {reset}.".strip()
+    if kind.model_fields:
+        yield _table("objective", kind)
 
 
 def _table(key: str, section: type[BaseModel]) -> str:

@@ -17,7 +17,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,6 @@ class CustomTask:
     def isolated_rewards(self) -> Sequence[RewardConfig]:
         return self._config.rewards
 
-    @cached_property
-    def rewards(self) -> RewardSet:
-        """The functions themselves. A run never asks for them: their files are imported in the workers alone."""
-        return RewardSet(self._functions)
-
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":
             raise ValueError(
@@ -81,8 +75,9 @@ class CustomTask:
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        # For callers of their own: in a run the files of rewards are imported in the workers alone.
         ids = [completion.token_ids.tolist() for completion in completions]
-        return self.rewards.score(prompt.text, prompt.columns, texts, ids)
+        return RewardSet(self._functions).score(prompt.text, prompt.columns, texts, ids)
 
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):

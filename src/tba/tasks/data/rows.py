@@ -149,16 +149,6 @@ class BadRows:
         return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
 
 
-def keep_some(items: Iterable[Item], read: Callable[[Item], Kept], *, on_bad_row: OnBadRow, what: str) -> list[Kept]:
-    """What `read` makes of the items, bad ones treated as on_bad_row says; `what` are they, where none is left."""
-    bad = BadRows(on_bad_row)
-    kept = bad.keep(items, read)
-    bad.report()
-    if not kept:
-        raise ValueError(f"{what} is left, all {bad.total} are bad.")
-    return kept
-
-
 def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():

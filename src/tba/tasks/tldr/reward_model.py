@@ -437,11 +437,6 @@ def read_pair(row: DataRow) -> Pair:
     )
 
 
-def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
-    rows = ({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def _response(row: DataRow, column: str) -> str:
     """Response as it stands, with the space before it that a tokenizer may need."""
     text = text_column(row, column)
