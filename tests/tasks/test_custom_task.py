@@ -375,13 +375,6 @@ def test_a_column_that_a_reward_needs_and_the_data_lacks_is_named_with_those_tha
         custom(tokenizer, data, f"{verl}:compute_score")
 
 
-def test_a_class_is_no_reward(write):
-    file = write("rewards.py", "class Judge:\n    def __call__(self, completions): ...\n\nscore = Judge()\n")
-    check_reward_function(f"{file}:score")
-    with pytest.raises(ValueError, match=r"rewards.py:1: Judge is a class: name a function, or an object that can be"):
-        check_reward_function(f"{file}:Judge")
-
-
 def test_a_missing_data_file_is_named(tokenizer, write, tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist"):
         custom(tokenizer, str(tmp_path / "nowhere.jsonl"), write("rewards.py", SCORE) + ":score")

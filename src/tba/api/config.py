@@ -197,8 +197,6 @@ def _checked(name: str, value: Any) -> Any:
         value = value.model_dump(exclude_unset=True)
     if name.endswith("_kwargs") and not isinstance(value, Mapping):
         raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
-    if name == "output_dir" and not isinstance(value, (str, Path)):
-        raise ConfigError(f"output_dir={value!r} is a {type(value).__name__}: give the path of a folder.")
     if isinstance(value, str) and (isinstance(default, bool) or name == "bf16"):
         raise ConfigError(f"{name}={value!r} is a text: give True or False.")
     kinds = {*get_args(TYPES.get(name)), TYPES.get(name)} & {int, float, str, bool}

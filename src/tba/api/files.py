@@ -8,13 +8,11 @@ import filecmp
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
     an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
     if isinstance(dataset, (str, Path)):
         return str(Path(dataset).expanduser())
-    _check_dataset(dataset, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
     try:
@@ -48,7 +45,8 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
-    rows = "rows are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
     for number, row in enumerate(dataset):
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
@@ -65,17 +63,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _check_dataset(dataset: Any, what: str) -> None:
-    """Refuse what is no rows: several datasets, a table by its columns, or nothing that can be gone through."""
-    if isinstance(dataset, Mapping) and "prompt" not in dataset:
-        names = ", ".join(map(str, dataset)) or "nothing"
-        raise ConfigError(f"{what} is a mapping of {names}: give the rows of one dataset, or all rows as one list.")
-    if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
-        raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):  # PyTorch's have the latter alone
-        raise ConfigError(f"{what} is a {type(dataset).__name__}: give a JSONL file, a list of rows or a dataset.")
-
-
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
     """The start model as a path; a model object, or one with a tokenizer of its own, is saved as a folder with both."""
     if isinstance(model, (str, Path)):
@@ -86,8 +73,6 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
         from tba.models.load import load_weights
 
         model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a transformers model.")
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
@@ -106,9 +91,6 @@ def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
         check_named("processing_class", str(tokenizer))
         tokenizer = AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    if not hasattr(tokenizer, "save_pretrained"):
-        kind = type(tokenizer).__name__
-        raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or its folder or hub name.")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -123,8 +105,6 @@ def reward_configs(
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
     if not given:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
-    if weights is not None and not (isinstance(weights, Sequence) and all(map(_is_finite, weights))):
-        raise ConfigError(f"reward_weights={weights!r} is no list of numbers: give one for each of reward_funcs.")
     for name, each in (("reward_weights", weights), ("reward_processing_classes", own)):
         if each is not None and len(each) != len(given):
             raise ConfigError(f"{name} has {len(each)} entries for {len(given)} reward_funcs: give one each.")
@@ -138,10 +118,6 @@ def reward_configs(
         if names.count(name) > 1:  # TRL allows two of one name
             found[index]["name"] = f"{name}-{index}"
     return found
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
@@ -162,11 +138,6 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         return ModelReward(str(folder), None, name=Path(name).name)
     if isinstance(reward, type):
         raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
-    if not callable(reward):
-        raise ConfigError(
-            f"reward_funcs has a {type(reward).__name__}: give functions, `file.py:name`, or reward models by name or as "
-            "objects."
-        )
     return reward
 
 

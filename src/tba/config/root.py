@@ -25,9 +25,6 @@ from tba.config.sections import (
 )
 from tba.config.task import TaskConfig
 
-LONGEST_NAME = 200
-"""Bytes of the longest name of a run: file systems allow 255, and some folders are named by it and more."""
-
 
 class Config(Section):
     """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
@@ -60,10 +57,6 @@ class Config(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and len(name.encode(errors="replace")) > LONGEST_NAME:
-            raise ValueError(
-                f"{name[:20]!r}... has {len(name.encode(errors='replace'))} bytes: give at most {LONGEST_NAME}."
-            )
         if name is not None and (not name.strip(". ") or re.search(r"[/\\\x00-\x1f]", name)):
             raise ValueError(
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
@@ -78,8 +71,6 @@ class Config(Section):
             raise ValueError(
                 f"{str(output)!r} is an address, and runs are written to a folder of this machine: give one."
             )
-        if any(part.startswith("$") for part in output.parts):
-            raise ValueError(f"{str(output)!r} has a variable, which only a shell fills in: write the folder itself.")
         try:
             return output.expanduser()
         except RuntimeError:

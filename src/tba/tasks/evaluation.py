@@ -153,8 +153,6 @@ def _scored(outcomes: Sequence[Outcome]) -> list[Components]:
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Probability that at least one of k samples drawn without replacement is solved (unbiased, arXiv 2107.03374)."""
-    if num_samples < k:
-        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, got {num_samples}.")
     return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
 
 

@@ -141,10 +141,6 @@ class ModelVictim:
     """
 
     def __init__(self, path: str, *, template: str, num_replies: int, reply_tokens: int, device: str = "auto") -> None:
-        if "{attack}" not in template:
-            raise ValueError(
-                f"task.red_team.victim_template={template!r} has no {{attack}}: write it where the attack goes."
-            )
         self._template, self._num_replies, self._path = template, num_replies, path
         self._sampling = Sampling(max_new_tokens=reply_tokens)
         try:

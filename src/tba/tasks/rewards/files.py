@@ -58,16 +58,11 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
     if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
         return []
-    return _needed_columns(found[0], name, file, what)
+    return _needed_columns(found[0], what)
 
 
-def _needed_columns(found: ast.stmt, name: str, file: Path, what: str) -> list[str]:
+def _needed_columns(found: ast.stmt, what: str) -> list[str]:
     """Columns that a definition needs; none where they cannot be read from it."""
-    if isinstance(found, ast.ClassDef):
-        raise ValueError(
-            f"{what}: {file}:{found.lineno}: {name} is a class: name a function, or an object that can be called, such as "
-            f"score = {name}()."
-        )
     if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
         return []  # a decorator may give it other parameters
     positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
