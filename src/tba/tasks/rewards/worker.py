@@ -135,7 +135,9 @@ class WorkerProcess:
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words. The guard ends a moment after the worker, whose status it has."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
         status = self._process.poll()
         if status is not None and status > 128:
             return f"killed by signal {status - 128}"
