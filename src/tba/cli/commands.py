@@ -52,7 +52,7 @@ def evaluate(
     if against is not None and responses is not None and against.resolve() == responses.resolve():
         raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
     from tba.launch import evaluate_model
-    from tba.tasks.responses_file import ResponsesFile, paired_differences, read_shares
+    from tba.tasks.evaluation import ResponsesFile, paired_differences, read_shares
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)

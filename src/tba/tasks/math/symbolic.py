@@ -79,7 +79,7 @@ class SymbolicEquality:
 
     def _ask(self, given: str, wanted: str) -> bool | str:
         """The worker's answer, or the reason why there is none."""
-        if self._worker is None or not self._worker.alive:
+        if self._worker is None or self._worker.link.closed:
             self._worker = WorkerProcess(Comparer, log=Path(os.devnull), memory_bytes=WORKER_BYTES)
             if (word := self._worker.link.receive(START_SECONDS)) != READY:
                 self.close()

@@ -120,7 +120,7 @@ class WorkerProcess:
                 stream.flush()
             self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, environment)
         theirs.close()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by the link
             ours.send_bytes(json.dumps(sys.path).encode())
             ours.send_bytes(cloudpickle.dumps((make, memory_bytes or memory_limit())))
         self.link = Link(ours, on_close=lambda: None)
@@ -128,10 +128,6 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
 
     @property
     def end(self) -> str:
