@@ -52,12 +52,10 @@ class CustomTask:
         self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
-        self.split_words = _split_words(
-            len(train.prompts), len(held_out.prompts), _held_out_words(config), held_out is train
-        )
+        self.split_words = _split_words(len(train), len(held_out), _held_out_words(config), held_out is train)
         """How the data is split, for the user."""
         self._config = config
-        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
+        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
 
     @property
     def isolated_rewards(self) -> Sequence[RewardConfig]:
@@ -116,12 +114,14 @@ def num_train_prompts(config: TaskConfig) -> int:
     """Number of prompts that a run of this config trains on, found without a tokenizer: rows that are bad or held out do not
     count, over-long ones do. 0 where the data cannot be read, which the run will say better."""
     try:
-        return len(read_sides(config, read_text, trains=False, tells=False)[0].prompts)
+        return len(read_sides(config, PromptReader(), trains=False, tells=False)[0])
     except (OSError, ValueError):
         return 0
 
 
-def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells: bool = True) -> tuple[Side, Side]:
+def read_sides(
+    config: TaskConfig, reader: PromptReader, *, trains: bool = True, tells: bool = True
+) -> tuple[FilePrompts, FilePrompts]:
     """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
     bad rows are to be left out in silence."""
     assert config.data is not None
@@ -131,33 +131,29 @@ def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells
     if fraction > 0.0 and different < LEAST_TO_SPLIT:
         train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
         held_out = train
-    elif not train.prompts:
+    elif not train:
         raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
     elif config.eval_data is not None:
         held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
     if trains and different == 1:
         also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
         words = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
-        logger.warning(words, data, len(train.prompts), also)
+        logger.warning(words, data, len(train), also)
     if held_out is not train:
         train.leave_out(held_out, data=data, held_out_words=_held_out_words(config), trains=trains)
     return train, held_out
 
 
-Reader = Callable[[DataRow, Path], Prompt]
-"""Makes a prompt of a row of a file; BadRow where it cannot."""
-
-
 def read_prompts(
-    config: TaskConfig, path: Path, reader: Reader, held_out_fraction: float, *, tells: bool = True
-) -> tuple[Side, Side]:
+    config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float, *, tells: bool = True
+) -> tuple[FilePrompts, FilePrompts]:
     """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
     plain file stay there, so that it may be larger than memory."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
-    names, ids, packed = RowNames.of(path), set[int](), path.suffix == ".gz"
+    names, ids = RowNames.of(path), set[int]()
     bad = BadRows(config.on_bad_row, names=names)
-    sides = [Side([] if packed else FilePrompts(path, lambda row: reader(row, path))) for _ in range(2)]
+    sides = [FilePrompts(path, lambda row: reader(row, path)) for _ in range(2)]
 
     def check(row: DataRow) -> None:
         prompt = reader(row, path)
@@ -170,47 +166,19 @@ def read_prompts(
     bad.keep(jsonl_rows(path, bad), check)
     if tells:
         bad.report()
-    if not any(side.prompts for side in sides):
+    if not any(sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
     return sides[0], sides[1]
-
-
-@dataclass
-class Side:
-    """The prompts on one side of the split, with the keys of their questions."""
-
-    prompts: list[Prompt] | FilePrompts
-    keys: array[int] = field(default_factory=lambda: array("Q"))
-    """Key of each prompt's question (question_key)."""
-
-    def add(self, prompt: Prompt, row: DataRow) -> None:
-        if isinstance(self.prompts, FilePrompts):
-            self.prompts.append(row)
-        else:
-            self.prompts.append(prompt)
-        self.keys.append(question_key(prompt.text))
-
-    def leave_out(self, held_out: Side, *, data: str, held_out_words: str, trains: bool = True) -> None:
-        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
-        prompt has no others to be evaluated on: it keeps it."""
-        if len(set(self.keys)) == 1:
-            return
-        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
-        if all(kept):
-            return
-        if isinstance(self.prompts, FilePrompts):
-            self.prompts.keep(kept)
-        else:
-            self.prompts = list(compress(self.prompts, kept))
 
 
 @dataclass(frozen=True)
 class PromptReader:
     """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
 
-    tokenizer: PreTrainedTokenizerBase
-    max_tokens: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """None = prompts are counted only, and have no tokens."""
+    max_tokens: int = 0
     template: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template gets besides the messages."""
     needed: Mapping[str, str] = field(default_factory=dict)
@@ -218,6 +186,8 @@ class PromptReader:
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
         text = _prompt_text(row)
+        if self.tokenizer is None:
+            return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
         for column, reward in self.needed.items():
             # verl keeps its ground truth in a column of several values.
             if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
@@ -239,35 +209,46 @@ class PromptReader:
         )
 
 
-def read_text(row: DataRow, path: Path) -> Prompt:
-    """A prompt without its tokens."""
-    return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=_prompt_text(row))
-
-
 class FilePrompts(LazyPrompts):
-    """The prompts of some lines of a JSONL file, which must not change meanwhile."""
+    """The prompts of some lines of a JSONL file, which must not change meanwhile. Two numbers of each are kept, and the key
+    of its question; those of a compressed file are kept whole."""
 
     def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
         self._path, self._read = path, read
         self._offsets, self._lines = array("q"), array("q")
+        self._kept: list[Prompt] | None = [] if path.suffix == ".gz" else None
+        self.keys = array("Q")
+        """Key of each prompt's question (question_key)."""
         self._file = path.open("rb")
         weakref.finalize(self, self._file.close)  # left open, PYTHONWARNINGS=error shows it as a traceback of ours
         self._stamp = self._stamp_now()
 
-    def append(self, row: DataRow) -> None:
-        """Append a row of the file that `read` found good."""
+    def add(self, prompt: Prompt, row: DataRow) -> None:
+        """Add a row of the file, of which `read` has made this prompt."""
+        self.keys.append(question_key(prompt.text))
+        if self._kept is not None:
+            self._kept.append(prompt)
+            return
         assert row.offset is not None, "rows of a plain file have a place to come back to"
         self._offsets.append(row.offset)
         self._lines.append(row.line)
 
-    def keep(self, kept: Sequence[bool]) -> None:
-        """Leave out the prompts for which `kept` is False."""
-        self._offsets, self._lines = (array("q", compress(own, kept)) for own in (self._offsets, self._lines))
+    def leave_out(self, held_out: FilePrompts, *, data: str, held_out_words: str, trains: bool = True) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
+        prompt has no others to be evaluated on: it keeps it."""
+        if len(set(self.keys)) == 1:
+            return
+        stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
+        self.keys = array("Q", compress(self.keys, stays))
+        self._offsets, self._lines = (array("q", compress(own, stays)) for own in (self._offsets, self._lines))
+        self._kept = None if self._kept is None else list(compress(self._kept, stays))
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self.keys)
 
     def at(self, place: int) -> Prompt:
+        if self._kept is not None:
+            return self._kept[place]
         if self._stamp_now() != self._stamp:
             raise RuntimeError(
                 f"{self._path} has changed since the run began: its prompts are no longer those checked."

@@ -126,10 +126,6 @@ class WorkerProcess:
         self.link = Link(ours, on_close=lambda: None)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def end(self) -> str:
         """How it ended, in words. The guard ends a moment after the worker, whose status it has."""
         with suppress(subprocess.TimeoutExpired):
