@@ -76,6 +76,7 @@ class TBATrainer:
         self.args = TBAConfig.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._tokenizer = processing_class
+        # Beside the run folder, not in it: a run that begins anew moves or removes its folder, and these are read again.
         folder = self.args.run_folder
         self._inputs = inputs = folder.with_name(folder.name + SCRIPT_FOLDER)
         weights = reward_weights if reward_weights is not None else self.args.reward_weights

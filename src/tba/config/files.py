@@ -65,6 +65,7 @@ def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> 
     defaults = Config().model_dump(mode="json")
     defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
     data = defaults
+    # Layer by layer, unchecked: what one of them leaves out another gives, and only the whole has to fit.
     for layer in layers:
         data = merge(data, _without_empty(layer, defaults))
     for override in overrides:

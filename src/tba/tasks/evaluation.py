@@ -120,7 +120,8 @@ class AnswerEvaluator(TaskEvaluator):
             keep("greedy", first, outcomes, self._solved(outcomes))
             if samples:
                 keep("sampled", others, sampled, self._solved(sampled))
-        metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
+        # The order counts: the first metric is the headline, which also decides about the best checkpoint.
+        metrics = dict(self._mean_rewards(outcomes, "reward"))
         solved = [own[0] for own in self._solved(outcomes)]
         metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
         if samples:

@@ -77,6 +77,7 @@ class RowsTask(ABC):
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
         if split not in self._prompts:
+            # Over-long prompts show here only: how long one is depends on the tokenizer.
             bad = BadRows(self.config.on_bad_row)
             found = bad.keep(self.problems(split), lambda problem: self._prompt(split, problem))
             bad.report()
@@ -106,7 +107,7 @@ class QuestionTask(RowsTask, RightOrWrong):
     """Text after the question in a chat, unless there is a task.prompt_template."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        self._chat = uses_chat(inputs.config, inputs.tokenizer)
+        self._chat = uses_chat(inputs.config, inputs.tokenizer)  # refused before a long file is read
         super().__init__(inputs)
 
     @abstractmethod

@@ -77,6 +77,7 @@ def make_task(
         device=device,
         trains=trains,
     )
+    # Called in the trainer and in each searcher: a task must make the same prompts in all of them.
     with user_code(kind, ".__init__"):
         task = kind(inputs)
     missing = [part for part in TASK_PARTS if not hasattr(task, part)]

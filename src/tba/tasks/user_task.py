@@ -75,6 +75,7 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
             raise ValueError(
                 f"{what}[{number}] is a {type(prompt).__name__}: make prompts with tba.tasks.data.prompts.make_prompt."
             )
+        # Random numbers, the replay buffer and the ledger of visits all know a prompt by its id.
         if prompt.id in seen:
             raise ValueError(f"{what}: id {prompt.id!r} occurs twice; ids must be unique.")
         seen.add(prompt.id)

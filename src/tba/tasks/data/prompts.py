@@ -159,6 +159,7 @@ def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> d
     if empty:
         raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
     if held_out is not None:
+        # The held-out side wins: what a run reports on must not depend on what it happens to train on.
         kept = not_held_out(
             [question_key(problem.question) for problem in train],
             {question_key(problem.question) for problem in held_out},
@@ -198,6 +199,7 @@ def split_off_validation(problems: Sequence[QuestionAnswer], num_validation: int
     white space or capital letters differ."""
     if num_validation == 0:
         return {"train": list(problems)}
+    # By hash, not by place: the same questions whatever the order of the rows, and whatever rows are added.
     questions = sorted({problem.question for problem in problems}, key=_hash)
     chosen = {question_key(question) for question in questions[:num_validation]}
     splits: dict[Split, list[QuestionAnswer]] = {"train": [], "validation": []}

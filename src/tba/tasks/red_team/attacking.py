@@ -93,6 +93,7 @@ class RedTeamTask:
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         """Too short attacks are not sent; equal ones are judged once."""
+        # The reward is a function of the text and its end alone: a group often has the same attack many times.
         attacks = [(text, completion.finish == "stop") for text, completion in zip(texts, completions)]
         short = [num_attack_tokens(completion) < self._config.min_attack_tokens for completion in completions]
         sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))

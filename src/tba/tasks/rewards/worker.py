@@ -278,16 +278,17 @@ def main() -> int:
     wake, waken = os.pipe()
     os.set_blocking(waken, False)
     signal.set_wakeup_fd(waken)
+    # A handler of their own: ignored ones would not be written to the pipe that the guard waits for.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # before the fork: what the worker starts may be orphaned at once
     worker = os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the guard died before the signal of its death was asked for
             return 3
         for stream in (1, 2):
             os.dup2(writing, stream)

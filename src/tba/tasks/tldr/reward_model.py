@@ -94,6 +94,7 @@ class ModelScorer:
     def score(self, prompts: Sequence[str], responses: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """Scores, float64 [N]; `finished` says whether a response ended by itself."""
         sequences = [self._sequence(*sample) for sample in zip(prompts, responses, finished, strict=True)]
+        # Those of like length together: padding is what a pass of mixed lengths computes most.
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index].token_ids))
         scores = np.zeros(len(sequences))
         for start in range(0, len(order), SCORES_PER_PASS):

@@ -150,6 +150,7 @@ class SummaryEvaluator(TaskEvaluator):
         sampled, best = (
             self.respond(engine, 1, sampling, between_steps) for sampling in (self.sampling, greedy(self.sampling))
         )
+        # Once for all evaluations: references and gold model never change, and a large one takes minutes.
         if self._reference_gold is None:
             references = [prompt.columns["reference"] for prompt in self.prompts]
             self._reference_gold = scored(self.task.gold_scores, references, [True] * len(references))
