@@ -99,7 +99,7 @@ _Arguments.output_dir = _Setting("output_dir")
 
 
 class TBAConfig(_Arguments):
-    """The arguments of a run. `TBAConfig(max_steps=200, learning_rate=1e-5, replay={"lag": "drop"})` takes TRL's names, our
+    """The arguments of a run. `TBAConfig(max_steps=200, learning_rate=1e-5, replay={"max_lag": 3})` takes TRL's names, our
     sections and our top-level keys. Both are attributes: `args.max_steps`, `args.train.max_steps`."""
 
     def __init__(self, output_dir: str | Path | None = None, **given: Any) -> None:
