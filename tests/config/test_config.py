@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from resolved import resolved
 
-from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
-from tba.config.files import make_config
+from tba.config import ConfigError, Schedule, dump_config, load_config
+from tba.config.files import make_config, read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
-from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config, merge
+from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config
+from tba.config.files import merge
 
 DEFAULTS = TrainConfig()
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import number_option
-from tba.config import ConfigError, refuse_two_values
+from tba.config import ConfigError
+from tba.config.files import refuse_two_values
 from tba.models.names import check_there
 
 

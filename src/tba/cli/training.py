@@ -16,15 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
-from tba.config import (
-    Config,
-    ConfigError,
-    dump_config,
-    is_given,
-    load_config,
-    refuse_two_values,
-    settings_by_name,
-)
+from tba.config import Config, ConfigError, dump_config, load_config
+from tba.config.files import is_given, refuse_two_values, settings_by_name
 from tba.launch.checks import TASK_NAMES, run_of
 from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry

@@ -3,16 +3,8 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import (
     ConfigError,
-    abbreviates,
     dump_config,
-    is_given,
     load_config,
-    merge,
-    read_yaml,
-    refuse_two_values,
-    settings_by_name,
-    unknown_key,
-    yaml_words,
 )
 from tba.config.root import Config
 from tba.config.sections import (
@@ -54,14 +46,6 @@ __all__ = [
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",
-    "abbreviates",
     "dump_config",
-    "is_given",
     "load_config",
-    "merge",
-    "read_yaml",
-    "refuse_two_values",
-    "settings_by_name",
-    "unknown_key",
-    "yaml_words",
 ]
