@@ -118,9 +118,9 @@ class _Seat:
     process: WorkerProcess | None = None
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process = None
+        process, self.process = self.process, None  # at once: the seat's thread and the searcher may both close it
+        if process is not None:
+            process.kill()
 
 
 class WorkerRewards:
