@@ -57,7 +57,7 @@ def reference(objectives: Objectives) -> str:
 
 def search(objectives: Objectives, word: str) -> list[str]:
     """A paragraph for each setting of a section, or with a word in its name or text, those with it in their name first."""
-    sections = [*_sections("", Config), ("", Schedule)]
+    sections: list[tuple[str, type[BaseModel]]] = [*_sections("", Config), ("", Schedule)]
     rows: dict[Row, list[str]] = {row: [] for key, section in sections for row in _rows(key, section)}
     """The objectives that have a setting, by its row; [] = it is none of theirs."""
     for name, kind in objectives.items():

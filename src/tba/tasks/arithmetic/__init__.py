@@ -1,0 +1,1 @@
+"""Word problems with a seeded generator: the embedded maths task."""

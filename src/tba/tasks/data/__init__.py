@@ -1,0 +1,1 @@
+"""How a task's data is read, encoded and split."""

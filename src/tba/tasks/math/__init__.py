@@ -1,0 +1,1 @@
+"""MATH: competition mathematics, and when an answer to it is right."""
