@@ -26,7 +26,7 @@ from recipes.start_models import (
     train_start_model,
     write_rows,
 )
-from tba.tasks.red_team.weaknesses import (
+from tba.tasks.red_team.models import (
     ADJECTIVES,
     DETERMINERS,
     FLAT,

@@ -30,7 +30,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.models.load import use_cpu
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import respond
-from tba.tasks.tldr.train_reward import fit
+from tba.tasks.tldr.reward_model import fit
 from tba.types import Sampling
 
 BATCHES_SORTED_TOGETHER = 8

@@ -53,8 +53,7 @@ from tba.tasks.tldr.posts import (
     reference_summary,
     wins,
 )
-from tba.tasks.tldr.reward_model import load_scorer
-from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
+from tba.tasks.tldr.reward_model import Pair, RewardTraining, load_scorer, train_reward_model
 from tba.types import Sampling
 
 SHAPE = Shape(hidden_size=128, num_key_value_heads=4, context=64)
@@ -111,8 +110,9 @@ def prepare_tldr(output: Path, *, preparing: Preparing = SHIPPED) -> dict[str, A
         model = save_rounded(model, tokenizer, output / "model")
         pairs = make_pairs(model, tokenizer, "train", preparing.num_pairs, seed=PAIRS_SEED)
         measured = make_pairs(model, tokenizer, "validation", preparing.num_pairs_held_out, seed=PAIRS_HELD_OUT_SEED)
-        write_pairs(output / "pairs.jsonl", pairs)
-        write_pairs(output / "pairs_held_out.jsonl", measured)
+        for name, own in (("pairs", pairs), ("pairs_held_out", measured)):
+            rows = [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in own]
+            write_rows(output / f"{name}.jsonl", rows)
         reward = train_reward_model(
             str(output / "model"),
             output / "pairs.jsonl",

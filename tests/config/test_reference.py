@@ -1,6 +1,7 @@
 """docs/configuration.md: made from the schema, complete, and current."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from pydantic import Field
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from tba.cli import app
 from tba.config import Config, ConfigError, Schedule, TrainConfig
 from tba.config.base import Section
-from tba.config.reference import ObjectiveEntry, default_text, inner_section, reference, type_text
+from tba.config.reference import default_text, inner_section, reference, type_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -67,15 +68,34 @@ def test_types_and_defaults_are_written_as_a_user_would():
     }
 
 
+class Objective(Example):
+    """Settings for the tests below."""
+
+    default_beta: ClassVar = 0.25
+    default_beta_tokens: ClassVar = None
+    default_max_kl_penalty: ClassVar = None
+    default_reset_every: ClassVar = 50
+
+
+class Longer(Objective):
+    default_beta_tokens: ClassVar = 64
+    default_reset_every: ClassVar = 0
+
+
+class Bounded(Objective):
+    default_max_kl_penalty: ClassVar = 0.5
+    default_reset_every: ClassVar = 0
+
+
 def test_an_objectives_own_settings_and_defaults_are_listed():
-    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, reset_every=50)])
+    text = reference({"example": Objective})
     assert (
         "Settings for the tests below. By default `objective.beta` is 0.25 and the reference is reset every 50" in text
     )
     assert "| `objective.share` | float >= 0, < 1 | `0.5` | Share \\| of things. |" in text
-    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, beta_tokens=64, reset_every=0)])
+    text = reference({"example": Longer})
     assert "`objective.beta` is 0.25, or 16 / `generate.max_new_tokens` where that is above 64, and the" in text
-    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, max_kl_penalty=0.5, reset_every=0)])
+    text = reference({"example": Bounded})
     assert "`objective.beta` is 0.25, `objective.max_kl_penalty` 0.5 and the reference is never reset." in text
 
 

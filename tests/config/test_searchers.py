@@ -35,10 +35,9 @@ def test_searchers_take_the_devices_in_turn_or_the_models():
     [
         (["model.device=cuda:1", "train.ranks=2"], "model.device=cuda:1 is one device and train.ranks=2 want one each"),
         (["search.devices=gpu"], "device 'gpu' is not known: write cpu, cuda or cuda:1"),
-        (["runtime.placement.trainer=cpu"], "unknown key runtime.placement: it is gone: model.device is the trainer's"),
         (
             ["search.devices=cpu", "runtime.kind=ray"],
-            "search.devices cannot be used with runtime.kind=ray: Ray places roles",
+            "search.devices cannot be used with runtime.kind=ray, which places roles",
         ),
         (
             ["model.device=cuda:0", "search.devices=cuda:1", "mode=fixed_lag"],

@@ -55,7 +55,6 @@ def imported(text: str) -> tuple[list[str], dict[str, str]]:
 
 CONFIGS = {
     "an output that is an address": (["output=s3://bucket/runs"], "output: 's3:/bucket/runs' is an address"),
-    "an output with a variable": (["output=$NOWHERE/runs"], "output: '$NOWHERE/runs' has a variable"),
     "an output of nobody": (["output=~nobodyatall/x"], "output: '~nobodyatall/x': there is no such user"),
     "an output behind a broken link": (["output=away"], "away is a link to gone, which is not there"),
     "an address without a cluster": (["runtime.address=auto"], "runtime.address=auto is of a Ray cluster and needs"),
@@ -122,7 +121,6 @@ CONFIGS = {
         "search.reward_timeout_seconds: Input should be a finite number",
     ),
     "a seed beyond 64 bits": ([f"seed={10**20}"], "seed: Input should be less than or equal to 4611686018427387904"),
-    "a name that is too long": (["name=" + "a" * 300], "has 300 bytes: give at most 200"),
     "a name that YAML reads as a date": (["name=2026-11-16"], "text is needed, and YAML reads 2026-11-16 as a date"),
     "a section that is a number": (["train=5"], "train: a section is needed, got 5: write train.SETTING=VALUE"),
     "a section that is nothing": (["train="], "train: a section is needed, got None"),
@@ -131,15 +129,14 @@ CONFIGS = {
         ["task.data=d.jsonl", "task.name=custom", "task.rewards=[{function: r.py:f, weight: 0}]"],
         "task.rewards: every weight is 0, so that nothing can be learned",
     ),
-    "template arguments that are set already": (
-        ["task.chat_template_kwargs={tokenize: true}"],
-        "tokenize is set by tba",
-    ),
     "a config from a pipe": (["pipe"], "config file pipe is no regular file"),
     "a value that is no YAML": (["train.max_steps=[1"], "the value is not valid YAML"),
     "sizes that do not divide": (["train.responses_per_step=10", "train.samples_per_prompt=4"], "use 8 or 12"),
     "a mode without its setting": (["mode=sync", "search.num_searchers=2"], "needs mode=async"),
-    "an impossible length": (["generate.min_new_tokens=99", "generate.max_new_tokens=9"], "no response could end"),
+    "an impossible length": (
+        ["generate.min_new_tokens=99", "generate.max_new_tokens=9"],
+        "generate.min_new_tokens=99 is above generate.max_new_tokens=9",
+    ),
     "a schedule without an end": (["objective.beta={start: 0.1, end: 0.2}"], "a constant schedule has end=0.2"),
     "a config that is not there": (["nowhere.yaml"], "config file nowhere.yaml does not exist"),
     "two configs": (["a.yaml", "b.yaml"], "one config file at a time"),
@@ -194,15 +191,14 @@ FILES = {
     "data that were packed": (
         own(data="packed.jsonl"),
         {},
-        "packed.jsonl is packed by gzip, and .jsonl or .jsonl.gz is",
+        "packed.jsonl is packed by gzip: name it .jsonl.gz",
     ),
     "data that were not packed": (
         own(data="d.jsonl.gz"),
         {"d.jsonl.gz": ROW},
         "leave .gz out of its name if it is not",
     ),
-    "data in UTF-32": (own(data="utf32.jsonl"), {}, "is UTF-32, and UTF-8 is needed: iconv -f UTF-32 "),
-    "data in UTF-16 without a mark": (own(data="utf16.jsonl"), {}, "utf16.jsonl is UTF-16LE, and UTF-8 is needed"),
+    "data in UTF-16": (own(data="utf16.jsonl"), {}, "utf16.jsonl line 1 is not valid UTF-8"),
     "a row with a key twice": (
         *data(ROW + '{"prompt": "w5", "prompt": "w6", "want": "w7"}\n'),
         "d.jsonl line 2 has the key 'prompt' twice: which value counts?",
@@ -253,10 +249,6 @@ FILES = {
         "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
     ),
     "data that git-lfs has not fetched": (*data(LFS), "d.jsonl is a pointer of git-lfs to the data: `git lfs pull`"),
-    "data with the line ends of old Macs": (
-        *data(ROW.replace("\n", "\r") * 2),
-        "d.jsonl ends its lines with \\r alone",
-    ),
     "a reward of the singular": (
         *rewards("def f(completion): return [1.0]\n"),
         "Did the reward mean `completions`, which",
@@ -279,13 +271,7 @@ FILES = {
         {},
         "has no function 'seven'; it has sevens",
     ),
-    "a reward that is a class": (*rewards("class f:\n    pass\n"), "r.py:1: f is a class: name a function"),
     "a reward file that is no Python": (*rewards("def f(:\n"), "r.py:1 is not valid Python"),
-    "a reward file that exits": (*rewards(GOOD + "import sys\nsys.exit(0)\n"), "r.py:4 runs sys.exit(...)"),
-    "a reward file that reads arguments": (
-        *rewards(GOOD + "import argparse\na = argparse.ArgumentParser().parse_args()\n"),
-        "r.py:4 runs parse_args() when it is imported",
-    ),
     "a reward that imports nothing": (
         *rewards("import nowhere_at_all\n" + GOOD),
         "r.py:1 imports 'nowhere_at_all', which is not installed here",
@@ -539,8 +525,7 @@ def prepare(folder, here) -> None:
     (here / "away").symlink_to("gone")
     os.mkfifo(here / "pipe")
     (here / "packed.jsonl").write_bytes(gzip.compress(ROW.encode()))
-    (here / "utf32.jsonl").write_bytes(ROW.encode("utf-32"))
-    (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16-le"))
+    (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16"))
     (here / "adapter").mkdir()
     (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "m"}))
     (here / "runs" / "there").mkdir(parents=True)

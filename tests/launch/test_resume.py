@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import Command
 from problem import make_config, wait_for, with_settings
 
@@ -21,7 +20,7 @@ from tba.cli.training import checkpoint_among, given_config, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.operate import read_status
-from tba.launch.resume import checkpoint_to_resume, resumed_config
+from tba.launch.resume import checkpoint_to_resume
 from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.files import keep_lines
 from tba.observe.recorder import PastLine, RunListener
@@ -253,21 +252,6 @@ def test_data_that_have_moved_are_wanted_back_at_their_place(copied, tmp_path):
         ValueError, match=r"task\.eval_data: .*moved\.jsonl is not there any more.* or put a link there"
     ):
         train(config, resume=True)
-
-
-def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
-    config = load_config(None, [f"output={tmp_path}", "name=old"])
-    run = RunFolder(config.run_folder)
-    run.path.mkdir()
-    old = config.model_dump(mode="json")
-    old["train"] |= {"share_prompts": True, "responses_per_micro_batch": None}
-    run.config.write_text(yaml.safe_dump(old))
-    words = f"was made by an earlier version of tba: it can be evaluated (`tba evaluate {run.path}`) but not resumed."
-    with pytest.raises(ConfigError) as of_command:
-        run_arguments([str(run.path)])
-    with pytest.raises(ConfigError) as of_config:
-        resumed_config(config, run)
-    assert str(of_command.value) == str(of_config.value) == f"{run.path} {words}"
 
 
 def test_there_must_be_something_to_resume(copied, folder):

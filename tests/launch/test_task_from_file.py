@@ -122,16 +122,12 @@ def test_the_example_trains_and_measures_lines(tmp_path):
             r"Empty has no isolated_rewards, .*make_evaluator. A task needs isolated_rewards, .*score",
         ),
         ("bad.py:Empty", {"size": 3}, r"task.settings={'size': 3}: Empty takes no settings"),
-        ("bad.py:Two", {}, r"the class cannot be made from one argument \(missing a required argument: 'more'\)"),
         ("arithmetik", {}, r"task.name='arithmetik' is not known: it may be arithmetic, .* or file.py:Class"),
         ("arithmetic", {"size": 3}, r"arithmetic takes no settings"),
     ],
 )
 def test_what_cannot_be_a_task_is_refused_before_there_is_a_run_folder(folder, here, name, settings, message):
-    classes = (
-        "class Empty:\n    def __init__(self, inputs): pass\nclass Two:\n    def __init__(self, inputs, more): pass\n"
-    )
-    (here / "bad.py").write_text(classes)
+    (here / "bad.py").write_text("class Empty:\n    def __init__(self, inputs): pass\n")
     config = make_config(folder, f"task.settings={settings}", "name=refused", name=name)
     with pytest.raises(ValueError, match=message):
         train(config)

@@ -224,7 +224,6 @@ def test_the_share_of_highest_values_is_a_quantile(share):
             ["surrogate=vespo", "ratio=sequence"],
             "objective.ratio=sequence has no effect with objective.surrogate=vespo",
         ),
-        (["sapo_temperature_neg=2"], "unknown key objective.sapo_temperature_neg: it is gone: surrogate=sapo has"),
         (["surrogate=ppo"], "objective.surrogate: Input should be 'clip', 'cispo', 'sapo' or 'vespo', got 'ppo'."),
         (["top_entropy=1.5"], "objective.top_entropy: Input should be less than or equal to 1, got 1.5."),
     ],

@@ -375,13 +375,6 @@ def test_a_column_that_a_reward_needs_and_the_data_lacks_is_named_with_those_tha
         custom(tokenizer, data, f"{verl}:compute_score")
 
 
-def test_a_class_is_no_reward(write):
-    file = write("rewards.py", "class Judge:\n    def __call__(self, completions): ...\n\nscore = Judge()\n")
-    check_reward_function(f"{file}:score")
-    with pytest.raises(ValueError, match=r"rewards.py:1: Judge is a class: name a function, or an object that can be"):
-        check_reward_function(f"{file}:Judge")
-
-
 def test_a_missing_data_file_is_named(tokenizer, write, tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist"):
         custom(tokenizer, str(tmp_path / "nowhere.jsonl"), write("rewards.py", SCORE) + ":score")
@@ -433,18 +426,10 @@ def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_impor
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "import sys\nsys.exit(0)\n",
-            r"rewards.py:2 runs sys.exit\(...\) when it is imported: put what runs the file as",
-        ),
-        (
-            "import argparse\nargs = argparse.ArgumentParser().parse_args()\n",
-            r"rewards.py:2 runs parse_args\(\) when it",
-        ),
         ("def score(completions)\n    return []", r"rewards.py:1 is not valid Python: expected ':'"),
     ],
 )
-def test_a_file_that_ends_the_program_or_is_no_python_is_refused_with_its_line(write, text, message):
+def test_a_file_that_is_no_python_is_refused_with_its_line(write, text, message):
     with pytest.raises(ValueError, match=message):
         check_reward_function(write("rewards.py", text) + ":score")
 

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.data.splits import read_problems, read_splits
+from tba.tasks.data.prompts import read_problems, read_splits
 from tba.tasks.math.answers import last_boxed, normal_form, plain_number
 from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer
@@ -210,12 +210,13 @@ def test_a_comparison_without_end_is_killed_told_once_and_not_equal(caplog):
 
 
 def test_a_worker_that_dies_costs_one_comparison(monkeypatch, caplog):
-    def dies(link):
-        link.send("ready")
-        link.receive(timeout_seconds=None)
-        raise MemoryError("no more")
+    class Dies:
+        greeting = "ready"
 
-    monkeypatch.setattr("tba.tasks.math.symbolic.symbolic_worker", dies)
+        def __call__(self, given, wanted):
+            raise MemoryError("no more")
+
+    monkeypatch.setattr("tba.tasks.math.symbolic.Comparer", Dies)
     symbolic = SymbolicEquality(comparison_seconds=20.0)
     assert not symbolic.equal("p", "q")
     assert not symbolic.equal("p", "r")

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import TaskConfig
-from tba.tasks.data.splits import question_key, read_splits
+from tba.tasks.data.prompts import question_key, read_splits
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.registry import TASKS, make_task
 

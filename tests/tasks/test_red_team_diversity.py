@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tba.tasks.red_team.diversity import effective_modes, mean_cosine_distance, self_bleu, vendi_score
+from tba.tasks.red_team.attacking import effective_modes, mean_cosine_distance, self_bleu, vendi_score
 
 
 def unit_vectors(n, d, seed=0):

@@ -230,7 +230,7 @@ def test_a_victim_refuses_what_does_not_fit_in_words(models):
     with pytest.raises(ValueError, match=r"an attack has 61 tokens .* leaves 42"):
         make_victim(models["victim"]).replies([" ".join(["w1"] * 60)], [True])
     with pytest.raises(ValueError, match=r"victim_template='hello' has no \{attack\}"):
-        make_victim(models["victim"], template="hello")
+        RedTeamConfig(victim_template="hello")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from itertools import islice
 import pytest
 
 from recipes.red_team import draw_attack, make_tokenizer
-from tba.tasks.red_team import weaknesses as world
-from tba.tasks.red_team.models import MarkerJudge, RuleVictim
-from tba.tasks.red_team.weaknesses import mode_of, modes, rarity
+from tba.tasks.red_team import models as world
+from tba.tasks.red_team.models import MarkerJudge, RuleVictim, mode_of, modes, rarity
 
 
 def test_a_hit_has_one_framing_verb_and_object_in_this_order_and_an_end():

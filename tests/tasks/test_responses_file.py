@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.tasks.responses_file import ResponsesFile, difference, paired_differences
+from tba.tasks.evaluation import ResponsesFile, difference, paired_differences
 
 
 def write(path, shares, kind="sampled", samples=4):

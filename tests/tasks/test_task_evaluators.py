@@ -12,7 +12,7 @@ from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
 from tba.tasks.arithmetic.problems import ArithmeticTask, held_out_problems
 from tba.tasks.evaluation import make_evaluator
-from tba.tasks.red_team.diversity import effective_modes
+from tba.tasks.red_team.attacking import effective_modes
 from tba.tasks.registry import TASKS
 from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.tldr.posts import wins

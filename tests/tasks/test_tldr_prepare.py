@@ -22,9 +22,8 @@ from recipes.tldr import (
 )
 from tba.models.names import resolve_path
 from tba.tasks.tldr.posts import WORDS, first_posts, gold_scores, reference_summary, wins
-from tba.tasks.tldr.reward_model import load_scorer
+from tba.tasks.tldr.reward_model import RewardTraining, load_scorer, read_pairs
 from tba.tasks.tldr.summarising import reward_model_path
-from tba.tasks.tldr.train_reward import RewardTraining, read_pairs
 
 START_MODEL = Path(resolve_path("tba:tldr"))
 pytestmark = pytest.mark.slow

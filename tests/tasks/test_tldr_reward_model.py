@@ -17,15 +17,20 @@ RESPONSES = ["w5 w6 w7", "w8", "w20 w21 w22 w23 w24 w25", "", "w9 w9"]
 FINISHED = [True, False, True, True, False]
 
 
-def reward_model(pooling, seed=0):
-    model = RewardModel(tiny_llama(seed).model, pooling=pooling, mean=0.25, std=2.0)
+def reward_model(seed=0):
+    model = RewardModel(tiny_llama(seed).model, mean=0.25, std=2.0)
     torch.nn.init.normal_(model.head.weight)
     torch.nn.init.constant_(model.head.bias, 0.5)
     return model.eval()
 
 
-def scorer(model, scores_per_pass=3):
-    return ModelScorer(model, tiny_tokenizer(), scores_per_pass=scores_per_pass)
+@pytest.fixture(autouse=True)
+def few_scores_per_pass(monkeypatch):
+    monkeypatch.setattr("tba.tasks.tldr.reward_model.SCORES_PER_PASS", 3)
+
+
+def scorer(model):
+    return ModelScorer(model, tiny_tokenizer())
 
 
 def save_classifier(folder, *, num_labels=1, seed=0):
@@ -61,9 +66,8 @@ def test_padding_is_on_the_right_and_marked():
     assert batch.last_N.tolist() == [3, 1]
 
 
-@pytest.mark.parametrize("pooling", ["sum", "last"])
-def test_scores_in_a_padded_batch_are_those_one_by_one(pooling):
-    model = scorer(reward_model(pooling))
+def test_scores_in_a_padded_batch_are_those_one_by_one():
+    model = scorer(reward_model())
     together = model.score(PROMPTS, RESPONSES, FINISHED)
     alone = [model.score([p], [r], [f])[0] for p, r, f in zip(PROMPTS, RESPONSES, FINISHED)]
     assert together.dtype == np.float64
@@ -72,34 +76,26 @@ def test_scores_in_a_padded_batch_are_those_one_by_one(pooling):
 
 
 @torch.no_grad()
-def test_sum_adds_the_scores_of_the_response_and_last_takes_that_of_the_last_token():
-    for pooling in ("sum", "last"):
-        model = reward_model(pooling)
-        hidden = model.body(input_ids=torch.tensor([[3, 4, 5, 6, 2]])).last_hidden_state[0]
-        token_scores = hidden @ model.head.weight[0] + 0.5
-        pooled = token_scores[2:].sum() if pooling == "sum" else token_scores[-1]
-        score = scorer(model).score(["w3 w4"], ["w5 w6"], [True])[0]
-        assert score == pytest.approx((pooled.item() - 0.25) / 2.0, abs=1e-5)
+def test_a_score_adds_up_those_of_the_responses_tokens():
+    model = reward_model()
+    hidden = model.body(input_ids=torch.tensor([[3, 4, 5, 6, 2]])).last_hidden_state[0]
+    pooled = (hidden @ model.head.weight[0] + 0.5)[2:].sum()
+    score = scorer(model).score(["w3 w4"], ["w5 w6"], [True])[0]
+    assert score == pytest.approx((pooled.item() - 0.25) / 2.0, abs=1e-5)
 
 
-def test_an_unknown_pooling_is_refused_in_words():
-    with pytest.raises(ValueError, match="pooling='mean' is not known: it may be sum or last"):
-        RewardModel(tiny_llama().model, pooling="mean")
-
-
-@pytest.mark.parametrize("pooling", ["sum", "last"])
-def test_what_is_saved_is_what_is_loaded(tmp_path, pooling):
-    model = reward_model(pooling)
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    model = reward_model()
     model.save(tmp_path, tiny_tokenizer())
-    assert json.loads((tmp_path / "reward.json").read_text()) == {"pooling": pooling, "mean": 0.25, "std": 2.0}
-    loaded = load_scorer(str(tmp_path), device="cpu", scores_per_pass=3)
+    assert json.loads((tmp_path / "reward.json").read_text()) == {"mean": 0.25, "std": 2.0}
+    loaded = load_scorer(str(tmp_path), device="cpu")
     np.testing.assert_array_equal(
         loaded.score(PROMPTS, RESPONSES, FINISHED), scorer(model).score(PROMPTS, RESPONSES, FINISHED)
     )
 
 
 def test_standardised_scores_have_mean_0_and_deviation_1():
-    model = reward_model("sum")
+    model = reward_model()
     model.standardise(torch.tensor([1.0, 3.0, 5.0]))
     assert (model.mean, model.std) == (3.0, 2.0)
     with pytest.raises(RuntimeError, match="it has learned nothing"):
@@ -108,7 +104,7 @@ def test_standardised_scores_have_mean_0_and_deviation_1():
 
 def test_a_classifiers_score_is_its_logit_after_the_eos_even_if_that_is_its_padding(tmp_path):
     model = save_classifier(tmp_path)
-    loaded = load_scorer(str(tmp_path), device="cpu", scores_per_pass=2)
+    loaded = load_scorer(str(tmp_path), device="cpu")
     together = loaded.score(PROMPTS, RESPONSES, FINISHED)
     np.testing.assert_allclose(
         together, [loaded.score([p], [r], [f])[0] for p, r, f in zip(PROMPTS, RESPONSES, FINISHED)], atol=1e-5

@@ -16,8 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tba.api.outputs import link_checkpoints
-from tba.config import ConfigError
+from tba.api.files import link_checkpoints
 from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import PastLine, RunListener
 
@@ -57,8 +56,6 @@ class Callbacks(RunListener):
 
     def add(self, callback: Any) -> None:
         made = callback() if isinstance(callback, type) else callback
-        if not hasattr(made, "on_init_end"):
-            raise ConfigError(f"callbacks has a {type(made).__name__}: give a list of transformers' TrainerCallbacks.")
         self.callbacks.append(made)
         self.call("on_init_end", [made])
 

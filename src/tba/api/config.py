@@ -99,7 +99,7 @@ _Arguments.output_dir = _Setting("output_dir")
 
 
 class TBAConfig(_Arguments):
-    """The arguments of a run. `TBAConfig(max_steps=200, learning_rate=1e-5, replay={"lag": "drop"})` takes TRL's names, our
+    """The arguments of a run. `TBAConfig(max_steps=200, learning_rate=1e-5, replay={"max_lag": 3})` takes TRL's names, our
     sections and our top-level keys. Both are attributes: `args.max_steps`, `args.train.max_steps`."""
 
     def __init__(self, output_dir: str | Path | None = None, **given: Any) -> None:
@@ -197,8 +197,6 @@ def _checked(name: str, value: Any) -> Any:
         value = value.model_dump(exclude_unset=True)
     if name.endswith("_kwargs") and not isinstance(value, Mapping):
         raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
-    if name == "output_dir" and not isinstance(value, (str, Path)):
-        raise ConfigError(f"output_dir={value!r} is a {type(value).__name__}: give the path of a folder.")
     if isinstance(value, str) and (isinstance(default, bool) or name == "bf16"):
         raise ConfigError(f"{name}={value!r} is a text: give True or False.")
     kinds = {*get_args(TYPES.get(name)), TYPES.get(name)} & {int, float, str, bool}

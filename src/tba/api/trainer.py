@@ -21,15 +21,23 @@ from transformers.trainer_utils import TrainOutput as TransformersOutput
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
-from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
+from tba.api.files import (
+    copy_model,
+    dataset_file,
+    flat,
+    link_checkpoints,
+    list_as_saved,
+    lora_config,
+    model_card,
+    model_folder,
+    reward_configs,
+)
 from tba.api.names import ARGUMENTS, REFUSED_ARGUMENTS, in_python_words
-from tba.api.outputs import copy_model, flat, generate, link_checkpoints, list_as_saved, model_card
 from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.recorder import past_lines
 from tba.observe.run_folder import CARD, RunFolder
 from tba.tasks.custom import num_train_prompts
-from tba.tasks.data.prompt_file import is_chat
 from tba.tasks.data.rows import SCRIPT_FOLDER
 
 logger = logging.getLogger("tba")
@@ -68,6 +76,7 @@ class TBATrainer:
         self.args = TBAConfig.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._tokenizer = processing_class
+        # Beside the run folder, not in it: a run that begins anew moves or removes its folder, and these are read again.
         folder = self.args.run_folder
         self._inputs = inputs = folder.with_name(folder.name + SCRIPT_FOLDER)
         weights = reward_weights if reward_weights is not None else self.args.reward_weights
@@ -265,13 +274,8 @@ class TBATrainer:
         greedy where one is asked for and sampled otherwise."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts, also for one.")
-        if not isinstance(num_generations, int) or num_generations < 1:
-            raise ConfigError(
-                f"num_generations={num_generations!r} is no number from 1 on: give texts for each prompt."
-            )
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str) and not is_chat(prompt):
-                raise ConfigError(f"prompts[{index}] is {prompt!r:.80}: give text or a list of chat messages.")
+        from tba.launch import generate
+
         greedy = num_generations == 1 if greedy is None else greedy
         return generate(self._config_of_weights(), prompts, num_generations=num_generations, greedy=greedy)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
-from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config, merge
+from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config
+from tba.config.files import merge
 
 DEFAULTS = TrainConfig()
 
@@ -127,10 +128,8 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
     values = dict(given)
     if "epsilon" in given and "epsilon" in ours:
         values.setdefault("epsilon_high", given["epsilon"])
-    if (scale := given.get("scale_rewards")) == "batch":
-        raise ConfigError('scale_rewards="batch" cannot be kept: use "group" or "none".')
-    if scale not in (None, True, False, "group", "none"):
-        raise ConfigError(f'scale_rewards={scale!r} is no scale: use "group" or "none".')
+    if (scale := given.get("scale_rewards")) not in (None, True, False, "group", "none"):
+        raise ConfigError(f'scale_rewards="{scale}" cannot be kept: use "group" or "none".')
     if scale is not None:
         values["scale_rewards"] = scale in (True, "group")
     objective |= {ours[trl]: values[trl] for trl in ours if trl in values}
@@ -154,30 +153,17 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
     return found
 
 
-def _count(train: Mapping[str, Any], given: Mapping[str, Any], ours: str, trl: str, default: int) -> int:
-    """A number from 1 on, of the section `train` or by TRL's name."""
-    value = train.get(ours, given.get(trl, default))
-    try:
-        count = int(value)
-    except (TypeError, ValueError):
-        count = 0
-    if count < 1:
-        name = f"train={{'{ours}': {value!r}}}" if ours in train else f"{trl}={value!r}"
-        raise ConfigError(f"{name} is no number from 1 on: write one, such as {default}.")
-    return count
-
-
 class Steps:
     """How many responses a step has, how many steps the run, and how many an epoch."""
 
     def __init__(self, given: Mapping[str, Any], own: Mapping[str, Any], num_rows: int | None) -> None:
         train = own.get("train") or {}
         self._given = given
-        self.samples = _count(train, given, "samples_per_prompt", "num_generations", DEFAULTS.samples_per_prompt)
+        self.samples = int(train.get("samples_per_prompt", given.get("num_generations", DEFAULTS.samples_per_prompt)))
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
-        updates = _count(train, given, "updates_per_batch", "num_iterations", DEFAULTS.updates_per_batch)
+        updates = int(train.get("updates_per_batch", given.get("num_iterations", DEFAULTS.updates_per_batch)))
         self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that visit every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
@@ -197,10 +183,7 @@ class Steps:
         batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
         if batch is None and accumulated is None:
             return given.get("generation_batch_size")
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            if given.get(name) is not None and given[name] < 1:
-                raise ConfigError(f"{name}={given[name]} is below 1: write 1 or more.")
-        responses = (8 if batch is None else batch) * (accumulated or 1) * ranks
+        responses = (8 if batch is None else batch) * (1 if accumulated is None else accumulated) * ranks
         if responses % self.samples:
             raise ConfigError(
                 f"per_device_train_batch_size x gradient_accumulation_steps = {responses} responses of a step do not hold "
@@ -303,9 +286,6 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
     if given.get("disable_tqdm") is not None:
         found["observe.progress"] = not given["disable_tqdm"]
     if "report_to" in given:
-        if not isinstance(given["report_to"], Iterable):  # text is one too
-            names = f"{', '.join(SINKS)} or none"
-            raise ConfigError(f"report_to={given['report_to']!r} is no name or list of names: use {names}.")
         wanted = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"])
         ignored += [f"report_to={name!r}" for name in wanted if name not in (*SINKS, "all", "none")]
         installed = [name for name in SINKS if importlib.util.find_spec(name) is not None]

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import number_option
-from tba.config import ConfigError, refuse_two_values
+from tba.config import ConfigError
+from tba.config.files import refuse_two_values
 from tba.models.names import check_there
 
 
@@ -52,7 +53,7 @@ def evaluate(
     if against is not None and responses is not None and against.resolve() == responses.resolve():
         raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
     from tba.launch import evaluate_model
-    from tba.tasks.responses_file import ResponsesFile, paired_differences, read_shares
+    from tba.tasks.evaluation import ResponsesFile, paired_differences, read_shares
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
@@ -127,7 +128,7 @@ def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str
     stranger's."""
     from transformers import AutoTokenizer
 
-    from tba.config import load_run_config
+    from tba.config import load_config
     from tba.models.load import told
     from tba.models.names import resolve_path
     from tba.observe.files import one_line
@@ -137,7 +138,7 @@ def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str
     try:
         if not folder.config.is_file():
             raise FileNotFoundError(f"there is no {folder.config}")
-        model, saved = load_run_config(folder.config).model, folder.checkpoints_by_step()
+        model, saved = load_config(folder.config).model, folder.checkpoints_by_step()
         path = str(saved[max(saved)]) if saved else resolve_path(model.path)
         with told(path, "has no tokenizer that can be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -210,7 +211,7 @@ def prepare(
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
     from tba.models.load import use_cpu
-    from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
+    from tba.tasks.tldr.reward_model import RewardTraining, train_reward_model
 
     use_cpu()
     settings = RewardTraining(
@@ -226,23 +227,12 @@ def config(
     word: Annotated[str | None, typer.Argument(help="A section (train) or a word to look for (length).")] = None,
 ) -> None:
     """Print every setting with its type, default and meaning, as Markdown; with a WORD those of a section, or about it."""
-    from tba.config.reference import ObjectiveEntry, reference, search
+    from tba.config.reference import reference, search
     from tba.objectives.registry import OBJECTIVES
 
-    entries = [
-        ObjectiveEntry(
-            name=name,
-            settings=kind,
-            beta=kind.default_beta,
-            beta_tokens=kind.default_beta_tokens,
-            max_kl_penalty=kind.default_max_kl_penalty,
-            reset_every=kind.default_reset_every,
-        )
-        for name, kind in OBJECTIVES.items()
-    ]
     if word is None:
-        typer.echo(reference(entries), nl=False)
-    elif found := search(entries, word):
+        typer.echo(reference(OBJECTIVES), nl=False)
+    elif found := search(OBJECTIVES, word):
         typer.echo("\n".join(found))
     else:
         raise ConfigError(f"no setting has {word!r} in its name or text: `tba config` prints all of them.")

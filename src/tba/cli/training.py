@@ -16,16 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
-from tba.config import (
-    Config,
-    ConfigError,
-    dump_config,
-    is_given,
-    load_config,
-    refuse_two_values,
-    settings_by_name,
-)
-from tba.launch.checks import TASK_NAMES, refuse_earlier_version, run_of
+from tba.config import Config, ConfigError, dump_config, load_config
+from tba.config.files import is_given, refuse_two_values, settings_by_name
+from tba.launch.checks import TASK_NAMES, run_of
 from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry
 
@@ -172,7 +165,6 @@ def _own_config(run: Path) -> str:
             f"{others}: the config.yaml of a run names code to run, its rewards and its model's. Look at it first, then "
             f"name it yourself: tba train {run}/config.yaml --resume output={run.parent} name={run.name}"
         )
-    refuse_earlier_version(run)
     return str(run / "config.yaml")
 
 

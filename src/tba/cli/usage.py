@@ -16,7 +16,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tba.config import Config, abbreviates, settings_by_name, unknown_key
+from tba.config import Config
+from tba.config.files import abbreviates, settings_by_name, unknown_key
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""

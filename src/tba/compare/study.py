@@ -23,8 +23,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from tba.config import ConfigError, read_yaml, yaml_words
+from tba.config import ConfigError
 from tba.config.base import Section
+from tba.config.files import read_yaml, yaml_words
 
 Label = Annotated[str, BeforeValidator(str)]
 """Name of a row or column; YAML reads an unquoted 10 as a number."""

@@ -3,26 +3,14 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import (
     ConfigError,
-    abbreviates,
     dump_config,
-    gone_words,
-    is_given,
-    is_of_earlier_version,
     load_config,
-    load_run_config,
-    merge,
-    read_yaml,
-    refuse_two_values,
-    settings_by_name,
-    unknown_key,
-    yaml_words,
 )
 from tba.config.root import Config
-from tba.config.runtime import RuntimeConfig
-from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     DEFAULT_STEPS,
     EvaluateConfig,
+    ExploreConfig,
     GenerateConfig,
     LoraConfig,
     ModelConfig,
@@ -30,6 +18,8 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
+    RuntimeConfig,
+    SearchConfig,
     TrainConfig,
 )
 from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig
@@ -56,17 +46,6 @@ __all__ = [
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",
-    "abbreviates",
     "dump_config",
-    "gone_words",
-    "is_given",
-    "is_of_earlier_version",
     "load_config",
-    "load_run_config",
-    "merge",
-    "read_yaml",
-    "refuse_two_values",
-    "settings_by_name",
-    "unknown_key",
-    "yaml_words",
 ]

@@ -14,76 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
-GONE = {
-    "evaluate.lower_is_better": "a minus before the name in evaluate.best_metric says so: -loss",
-    "generate.lora": "vllm decodes with the adapter merged into its weights",
-    "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
-    "lag_steps": "replay.max_lag is the lag of mode=fixed_lag",
-    "objective.baseline": "reinforce subtracts the mean of the prompt's rewards",
-    "objective.clip_low": "objective.clip is the distance below 1, objective.clip_high that above",
-    "objective.continuations": "vineppo generates the 9 of its paper",
-    "objective.critic": "the critic of ppo is a head on the policy's own hidden states",
-    "objective.critic_learning_rate": "the critic of ppo has the policy's rate",
-    "objective.gae_lambda": "ppo has a lambda of 0.95",
-    "objective.gamma": "ppo discounts nothing",
-    "objective.kl_clip": "10 nats are the most that a token counts",
-    "objective.kl_policy": "tba_prime has the KL of the live policy in its advantage",
-    "objective.log_ratio_clamp": "10 nats are the most that a token counts in the KL",
-    "objective.log_z_learning_rate": "log Z learns at a rate of 0.5 nats",
-    "objective.max_drift": "objective.off_policy bounds a response's drift at 0.15",
-    "objective.ratio_max": "tba_prime clamps ratios at 8",
-    "objective.ratio_on_kl": "the ratio multiplies the whole advantage",
-    "objective.ratio_on_reward": "the ratio multiplies the whole advantage",
-    "objective.reference_weight": "a weight w is a beta of w * beta and a target_temperature of tau / w",
-    "objective.residual_clip": "objective.off_policy and train.max_grad_norm bound the pull of a response",
-    "objective.sapo_temperature_neg": "surrogate=sapo has the 1.05 of its paper",
-    "objective.sapo_temperature_pos": "surrogate=sapo has the 1 of its paper",
-    "objective.value_clip": "a value of ppo may move by 0.2 and still lower its loss",
-    "objective.value_coefficient": "ppo weighs the value loss by 0.1",
-    "objective.vespo_k_neg": "surrogate=vespo has the 3 of its paper",
-    "objective.vespo_k_pos": "surrogate=vespo has the 2 of its paper",
-    "objective.vespo_lambda_neg": "surrogate=vespo has the 2 of its paper",
-    "objective.vespo_lambda_pos": "surrogate=vespo has the 3 of its paper",
-    "objective.whiten": "advantages of vineppo are always whitened",
-    "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
-    "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
-    "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",
-    "observe.max_rollbacks": "a run goes back twice at most",
-    "observe.samples_every": "samples.jsonl has an entry for every 20 steps",
-    "replay.fresh_steps": "a group is fresh for 2 * train.publish_every steps, 1 in sync and fixed_lag mode",
-    "replay.initial_responses": "training begins with the first full batch",
-    "replay.lag": "replay.max_lag alone says how old a response may be",
-    "replay.max_uses": "replay.max_trained_per_generated says how often a response is trained",
-    "replay.mix": "a batch of one prompt has fresh and old responses side by side, a larger one fresh and old prompts",
-    "replay.uniform_share": "a batch of one prompt draws half of its old responses uniformly, a larger one none",
-    "runtime.channel_groups": "64 groups may be on their way",
-    "runtime.max_trainer_restarts": "a trainer is resumed three times in a row without a new checkpoint between",
-    "runtime.placement": "model.device is the trainer's device, and search.devices are those of the searchers",
-    "runtime.searcher_cpus": "under Ray a searcher takes up runtime.threads CPUs, or one",
-    "runtime.searcher_gpus": "under Ray a searcher takes up one GPU, or its share where there are fewer than roles",
-    "runtime.start_seconds": "runtime.wait_seconds is the deadline of the start too",
-    "runtime.stop_seconds": "searchers have 10 s to end when asked",
-    "runtime.trainer_cpus": "under Ray each rank of the trainer takes up runtime.threads CPUs, or one",
-    "runtime.trainer_gpus": "under Ray each rank of the trainer takes up one GPU",
-    "search.explore.top_p": "search.explore.temperature is what exploring visits differ by",
-    "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
-    "search.max_reward_failures": "100 samples in a row without a reward stop a run",
-    "search.max_searchers": "search.num_searchers is the number, and `tba searchers RUN --count N` changes it in a run",
-    "search.reward_memory_gb": "the process of a reward may use half of the machine's or the container's memory",
-    "search.skip_solved_after": "every prompt is visited in every epoch",
-    "search.skip_unsolved_after": "every prompt is visited in every epoch",
-    "task.instruction": "task.prompt_template is the text of the user's message too",
-    "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
-    "task.red_team.success_above": "an attack succeeds above a probability of 0.5",
-    "task.tldr.scores_per_pass": "32 summaries are scored at once",
-    "train.equal_reward_groups": "groups of equal rewards are kept; in trajectory balance they pull to the reference",
-    "train.responses_per_micro_batch": "train.tokens_per_micro_batch alone limits a pass",
-    "train.settle": "the automatic rate falls to zero over the last half of the run",
-    "train.share_prompts": "responses of a prompt always share its pass where the model's layers allow it",
-    "train.truncated_reward": "train.truncated=penalise rewards a cut-off response by -1",
-}
-"""What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""
-
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
@@ -131,29 +61,11 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
     return _resolved([_read_yaml(Path(path)) if path is not None else {}, values], overrides)
 
 
-def load_run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """Resolve the config.yaml of a run, which has all keys of its version: those that are gone since are left out."""
-    return _resolved([_without_gone(_read_yaml(path))], overrides)
-
-
-def is_of_earlier_version(path: Path) -> bool:
-    """Whether a run's config.yaml has keys that are gone since."""
-    data = _read_yaml(path)
-    return _without_gone(data) != data
-
-
-def _without_gone(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _without_gone(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if f"{prefix}{key}" not in GONE
-    }
-
-
 def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
     defaults = Config().model_dump(mode="json")
     defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
     data = defaults
+    # Layer by layer, unchecked: what one of them leaves out another gives, and only the whole has to fit.
     for layer in layers:
         data = merge(data, _without_empty(layer, defaults))
     for override in overrides:
@@ -333,10 +245,7 @@ def _as_section(location: list[str], value: Any) -> str:
 
 
 def unknown_key(location: list[str]) -> str:
-    """What is said about a key that there is not: what stands in its place, the settings that may be meant, or those that
-    there are."""
-    if (gone := gone_words(".".join(location))) is not None:
-        return gone
+    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
@@ -356,13 +265,6 @@ def unknown_key(location: list[str]) -> str:
         f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
         "settings by a word."
     )
-
-
-def gone_words(key: str) -> str | None:
-    """What is said about a setting of an earlier version, or one in a section of those; None = there was none."""
-    parts = key.split(".")
-    places = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((f"unknown key {key}: it is gone: {GONE[place]}." for place in places if place in GONE), None)
 
 
 def abbreviates(short: str, name: str) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill, indent
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -40,99 +38,85 @@ SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 """Limits of numbers, as pydantic stores them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveEntry:
-    """An objective's own settings, which the config layer does not know.
-
-    ObjectiveEntry(name="grpo", settings=GRPO, beta=0.04, reset_every=0)
-    """
-
-    name: str
-    settings: type[BaseModel]
-    beta: float
-    """Value of objective.beta where it is None."""
-    beta_tokens: int | None = None
-    """Largest generate.max_new_tokens for which that is so; beyond it beta is in proportion less. None = any."""
-    max_kl_penalty: float | None = None
-    """Value of objective.max_kl_penalty where beta is None."""
-    reset_every: int
-    """Value of reference.reset_every where it is None."""
+Objectives = Mapping[str, Any]
+"""Classes of the objectives by name: models of their own settings, with the defaults of beta and of its bound. This layer
+does not know them."""
 
 
-def reference(objectives: Sequence[ObjectiveEntry]) -> str:
+def reference(objectives: Objectives) -> str:
     """The whole document: the run's own settings, every section with its inner ones, schedules, and each objective's."""
-    parts = [INTRODUCTION, *_section("", Config)]
-    parts += ["## Schedules", _sentence(Schedule), _table("", Schedule)]
+    parts = [INTRODUCTION]
+    for key, section in _sections("", Config):
+        parts += [f"## {key}" if key else "## The run", _sentence(section), _table(_rows(key, section))]
+    parts += ["## Schedules", _sentence(Schedule), _table(_rows("", Schedule))]
     parts += ["## Settings of the objectives", "They are keys of `objective`, beside those above."]
-    for entry in objectives:
-        parts += list(_objective(entry))
+    for name, kind in objectives.items():
+        parts += [f"### {name}", _about(kind), _table(_rows("objective", kind))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def search(objectives: Sequence[ObjectiveEntry], word: str) -> list[str]:
+def search(objectives: Objectives, word: str) -> list[str]:
     """A paragraph for each setting of a section, or with a word in its name or text, those with it in their name first."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    """The objectives that have a setting, by its row; [""] = it is none of theirs."""
-    heading = ""
-    for line in reference(objectives).splitlines():
-        if line.startswith("#"):
-            heading = line.removeprefix("### ") if line.startswith("### ") else ""
-        elif line.startswith("| `"):
-            cells = (cell.replace("\\|", "|").strip("` ") for cell in re.split(r"(?<!\\)\|", line)[1:-1])
-            rows.setdefault(tuple(cells), []).append(heading)
-    inside = [row for row in rows if row[0].startswith(f"{word}.")]
-    named, told = ([row for row in rows if word.lower() in row[column].lower()] for column in (0, 3))
+    sections: list[tuple[str, type[BaseModel]]] = [*_sections("", Config), ("", Schedule)]
+    rows: dict[Row, list[str]] = {row: [] for key, section in sections for row in _rows(key, section)}
+    """The objectives that have a setting, by its row; [] = it is none of theirs."""
+    for name, kind in objectives.items():
+        for row in _rows("objective", kind):
+            rows.setdefault(row, []).append(name)
+    inside = [row for row in rows if row.key.startswith(f"{word}.")]
+    named = [row for row in rows if word.lower() in row.key.lower()]
+    told = [row for row in rows if word.lower() in row.text.lower()]
     paragraphs = []
     for row in inside or dict.fromkeys([*named, *told]):
-        key, kind, default, text = row
-        kind = kind.replace("`", "").replace("[schedule](#schedules)", "schedule")
-        of = f"; {', '.join(rows[row])}" if any(rows[row]) else ""
-        paragraphs.append(f"{key}={default}  ({kind}{of})\n{indent(fill(text, 96), '    ')}")
+        kind = row.kind.replace("`", "").replace("[schedule](#schedules)", "schedule")
+        of = f"; {', '.join(rows[row])}" if rows[row] else ""
+        default = row.default.strip("`")
+        paragraphs.append(f"{row.key}={default}  ({kind}{of})\n{indent(fill(row.text, 96), '    ')}")
     return paragraphs
 
 
-def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
-    yield f"## {key}" if key else "## The run"
-    yield _sentence(section)
-    if any(inner_section(info.annotation) is None for info in section.model_fields.values()):
-        yield _table(key, section)
+class Row(NamedTuple):
+    """What is said about a setting, as Markdown."""
+
+    key: str
+    kind: str
+    default: str
+    text: str
+
+
+def _sections(key: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """A section and those within it, each with its key."""
+    yield key, section
     for name, info in section.model_fields.items():
-        inner = inner_section(info.annotation)
-        if inner is not None:
-            yield from _section(f"{key}.{name}" if key else name, inner)
+        if (inner := inner_section(info.annotation)) is not None:
+            yield from _sections(f"{key}.{name}" if key else name, inner)
 
 
-def _objective(entry: ObjectiveEntry) -> Iterator[str]:
-    yield f"### {entry.name}"
-    reset = f"reset every {entry.reset_every} optimizer steps" if entry.reset_every else "never reset"
-    beta = f"{entry.beta:g}"
-    if entry.beta_tokens is not None:
-        longer = (
-            f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
-        )
-        beta += f", or {longer},"
-    if entry.max_kl_penalty is not None:
-        beta = f"{beta.removesuffix(',')}, `objective.max_kl_penalty` {entry.max_kl_penalty:g}"
-    defaults = f"By default `objective.beta` is {beta} and the reference is {reset}."
-    yield f"{_sentence(entry.settings)} {defaults}".strip()
-    if entry.settings.model_fields:
-        yield _table("objective", entry.settings)
-
-
-def _table(key: str, section: type[BaseModel]) -> str:
-    """One line per setting; inner sections have headings of their own, and stand here only where there may be none."""
-    lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+def _rows(key: str, section: type[BaseModel]) -> Iterator[Row]:
+    """Its settings; inner sections have headings of their own, and stand here only where there may be none."""
     for name, info in section.model_fields.items():
         empty = not info.is_required() and info.get_default(call_default_factory=True) in (None, (), {})
         if inner_section(info.annotation) is None or empty:
-            cells = (
-                f"`{key}.{name}`" if key else f"`{name}`",
-                type_text(info),
-                default_text(info),
-                _flat(info.description),
-            )
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+            yield Row(f"{key}.{name}" if key else name, type_text(info), default_text(info), _flat(info.description))
+
+
+def _table(rows: Iterable[Row]) -> str:
+    """One line for each setting; empty for none."""
+    cells = [(f"`{row.key}`", row.kind, row.default, row.text) for row in rows]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in own)} |" for own in cells]
+    head = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *lines]) if lines else ""
+
+
+def _about(kind: Any) -> str:
+    """An objective in a sentence, with the defaults of beta and of the reference."""
+    beta, tokens, every = f"{kind.default_beta:g}", kind.default_beta_tokens, kind.default_reset_every
+    if tokens is not None:
+        beta += f", or {kind.default_beta * tokens:g} / `generate.max_new_tokens` where that is above {tokens},"
+    if kind.default_max_kl_penalty is not None:
+        beta = f"{beta.removesuffix(',')}, `objective.max_kl_penalty` {kind.default_max_kl_penalty:g}"
+    reset = f"reset every {every} optimizer steps" if every else "never reset"
+    return f"{_sentence(kind)} By default `objective.beta` is {beta} and the reference is {reset}.".strip()
 
 
 def inner_section(annotation: Any) -> type[Section] | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tba.config.base import Section
-from tba.config.runtime import RuntimeConfig
-from tba.config.search import SearchConfig
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -20,12 +19,11 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
+    RuntimeConfig,
+    SearchConfig,
     TrainConfig,
 )
 from tba.config.task import TaskConfig
-
-LONGEST_NAME = 200
-"""Bytes of the longest name of a run: file systems allow 255, and some folders are named by it and more."""
 
 
 class Config(Section):
@@ -59,10 +57,6 @@ class Config(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and len(name.encode(errors="replace")) > LONGEST_NAME:
-            raise ValueError(
-                f"{name[:20]!r}... has {len(name.encode(errors='replace'))} bytes: give at most {LONGEST_NAME}."
-            )
         if name is not None and (not name.strip(". ") or re.search(r"[/\\\x00-\x1f]", name)):
             raise ValueError(
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
@@ -77,8 +71,6 @@ class Config(Section):
             raise ValueError(
                 f"{str(output)!r} is an address, and runs are written to a folder of this machine: give one."
             )
-        if any(part.startswith("$") for part in output.parts):
-            raise ValueError(f"{str(output)!r} has a variable, which only a shell fills in: write the folder itself.")
         try:
             return output.expanduser()
         except RuntimeError:
@@ -206,131 +198,113 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.takes_turns and self.train.publish_every != 1:
-            raise ValueError(
-                f"train.publish_every={self.train.publish_every} makes no sense in {self.mode} mode, where the lag of every "
-                "step is given: leave it at 1."
-            )
-        if self.takes_turns and self.search.count != 1:
-            raise ValueError(
-                f"search.num_searchers={self.search.count} needs mode=async: in {self.mode} mode one searcher and "
-                "the trainer take turns."
-            )
-        if self.takes_turns and self.train.ranks != 1:
-            raise ValueError(
-                f"train.ranks={self.train.ranks} needs mode=async: in {self.mode} mode one process generates and trains. "
-                "For responses of the newest weights only, use mode=async with replay.max_lag=0."
-            )
-        if self.observe.on_collapse == "rollback" and self.train.keep_checkpoints == 0:
-            raise ValueError(
-                "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
-                "least one, or use observe.on_collapse=stop."
-            )
-        if self.train.second_update_after and self.train.updates_per_batch > 1:
-            raise ValueError(
-                f"train.second_update_after={self.train.second_update_after} contradicts "
-                f"train.updates_per_batch={self.train.updates_per_batch}: both train a batch again. Choose one of them."
-            )
-        self._check_placement()
-        self._check_turns()
-        self._check_reference_share()
-        self._check_durability()
-        if self.replay.max_lag is not None and self.replay.max_lag < self.train.publish_every - 1:
-            raise ValueError(
-                f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
-                f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
-            )
-        self._check_lora()
-        if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
-            raise ValueError(
-                f"replay.capacity={self.replay.capacity} cannot hold one step of "
-                f"train.responses_per_step={self.train.responses_per_step}: raise it."
-            )
-        room = self.replay.capacity_per_prompt
-        if room is not None and room < self.samples_generated_per_prompt:
-            raise ValueError(
-                f"replay.capacity_per_prompt={room} cannot hold one visit's "
-                f"{self.samples_generated_per_prompt} responses: raise it."
-            )
-        if self.generate.min_new_tokens > self.generate.max_new_tokens:
-            raise ValueError(
-                f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
-                f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
-            )
-        task, best = self.task, self.evaluate.best_metric
-        if best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0:
-            raise ValueError(
-                f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out for them: "
-                "raise it, give task.eval_data, or leave evaluate.best_metric out."
-            )
+        for is_wrong, words in (*self._turns(), *self._devices(), *self._sizes(), *self._contradictions()):
+            if is_wrong:
+                raise ValueError(words)
         return self
 
-    def _check_placement(self) -> None:
-        """Refuse devices where roles are placed by others, or are one process."""
-        devices = dict.fromkeys((self.model.device, *self.search.devices))
-        if self.runtime.kind == "ray" and self.search.devices:
-            raise ValueError(
-                "search.devices cannot be used with runtime.kind=ray: Ray places roles, each on a GPU where there are some. "
-                "Leave it out, or use runtime.kind=local."
-            )
-        if self.train.ranks > 1 and self.model.device not in ("auto", "cpu", "cuda", "cuda:0"):
-            raise ValueError(
-                f"model.device={self.model.device} is one device and train.ranks={self.train.ranks} want one each: use "
-                "model.device=cuda, for the first of those that CUDA_VISIBLE_DEVICES names."
-            )
-        if self.takes_turns and len(devices) > 1:
-            raise ValueError(
-                f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, where trainer and "
-                "searcher are one process on one device: leave search.devices out, or use mode=async."
-            )
-
-    def _check_lora(self) -> None:
-        """Refuse a reference that an adapter cannot have."""
-        if self.model.lora is not None and self.reference.reset_every:
-            raise ValueError(
-                f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
-                "base model: set it to 0."
-            )
-
-    def _check_reference_share(self) -> None:
-        samples, count = self.samples_generated_per_prompt, self.reference_samples_per_prompt
+    def _turns(self) -> Iterator[tuple[bool, str]]:
+        """What cannot be kept where searcher and trainer take turns in one process: (whether it is asked for, words)."""
+        turns, mode, train = self.takes_turns, self.mode, self.train
+        yield (
+            turns and train.publish_every != 1,
+            f"train.publish_every={train.publish_every} makes no sense in {mode} mode, which gives the lag: leave it at 1.",
+        )
+        yield (
+            turns and self.search.count != 1,
+            f"search.num_searchers={self.search.count} needs mode=async: in {mode} mode one takes turns with the trainer.",
+        )
+        yield (
+            turns and train.ranks != 1,
+            f"train.ranks={train.ranks} needs mode=async: in {mode} mode one process generates and trains. For responses of "
+            "the newest weights only, use mode=async with replay.max_lag=0.",
+        )
+        reuse = self.replay.max_trained_per_generated or 0
+        yield (
+            turns and reuse not in (0, train.updates_per_batch),
+            f"replay.max_trained_per_generated={reuse:g} cannot be kept in {mode} mode, where a response is trained "
+            f"train.updates_per_batch={train.updates_per_batch} times: leave it unset, or change that.",
+        )
+        yield (
+            mode == "fixed_lag" and self.replay.max_lag == 0,
+            "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync.",
+        )
         share = self.search.explore.reference_share
-        if share > 0 and not 0 < count < samples:
-            raise ValueError(
-                f"search.explore.reference_share={share:g} of the {samples} responses of a visit is {count}: choose it so "
-                "that both the reference and the policy generate some."
-            )
-        if share > 0 and self.mode == "fixed_lag":
-            raise ValueError(
-                f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as "
-                "old as it is. Use mode=async."
-            )
+        yield (
+            mode == "fixed_lag" and share > 0,
+            f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: use mode=async.",
+        )
+        # A second copy is worth something on another node only.
+        on_cluster = self.runtime.kind == "ray" and self.runtime.address is not None
+        yield (
+            self.replay.durability == "node" and (turns or not on_cluster),
+            "replay.durability=node keeps a second copy on another node, and this run has only one: use power, or "
+            "mode=async with runtime.kind=ray and the runtime.address of a cluster.",
+        )
 
-    def _check_turns(self) -> None:
-        """Refuse what cannot be kept where searcher and trainer take turns."""
-        if not self.takes_turns:
-            return
-        reuse, updates = self.replay.max_trained_per_generated, self.train.updates_per_batch
-        if reuse not in (None, updates):
-            raise ValueError(
-                f"replay.max_trained_per_generated={reuse:g} cannot be kept in {self.mode} mode, where every step trains on "
-                f"what was generated for it, train.updates_per_batch={updates} times: leave it unset, or change "
-                "train.updates_per_batch."
-            )
-        if self.mode == "fixed_lag" and self.replay.max_lag == 0:
-            raise ValueError("replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync.")
+    def _devices(self) -> Iterator[tuple[bool, str]]:
+        """Devices that roles cannot have, because others place them or they are one process."""
+        own, devices = self.model.device, dict.fromkeys((self.model.device, *self.search.devices))
+        yield (
+            self.runtime.kind == "ray" and bool(self.search.devices),
+            "search.devices cannot be used with runtime.kind=ray, which places roles: leave it out, or use local.",
+        )
+        yield (
+            self.train.ranks > 1 and own not in ("auto", "cpu", "cuda", "cuda:0"),
+            f"model.device={own} is one device and train.ranks={self.train.ranks} want one each: use model.device=cuda.",
+        )
+        yield (
+            self.takes_turns and len(devices) > 1,
+            f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, which is one process: "
+            "leave search.devices out, or use mode=async.",
+        )
 
-    def _check_durability(self) -> None:
-        """Refuse a second node where there is one only."""
-        if self.replay.durability != "node":
-            return
-        if self.runtime.kind != "ray" or self.runtime.address is None or self.takes_turns:
-            where = f"runtime.kind={self.runtime.kind}"
-            if self.takes_turns:
-                where = f"mode={self.mode}, where one process does everything,"
-            elif self.runtime.kind == "ray":
-                where = "runtime.kind=ray without runtime.address, a private cluster of this machine,"
-            raise ValueError(
-                f"replay.durability=node keeps a second copy of every group on another node, and {where} has only one: use "
-                "replay.durability=power, or run in mode=async with runtime.kind=ray and the runtime.address of a cluster."
-            )
+    def _sizes(self) -> Iterator[tuple[bool, str]]:
+        """Numbers that leave no room for one another."""
+        replay, train, generate, visit = self.replay, self.train, self.generate, self.samples_generated_per_prompt
+        yield (
+            replay.capacity < train.responses_per_step,
+            f"replay.capacity={replay.capacity} cannot hold one step's {train.responses_per_step} responses: raise it.",
+        )
+        yield (
+            replay.capacity_per_prompt is not None and replay.capacity_per_prompt < visit,
+            f"replay.capacity_per_prompt={replay.capacity_per_prompt} cannot hold one visit's {visit} responses: raise it.",
+        )
+        yield (
+            generate.min_new_tokens > generate.max_new_tokens,
+            f"generate.min_new_tokens={generate.min_new_tokens} is above generate.max_new_tokens={generate.max_new_tokens}: "
+            "make it smaller.",
+        )
+        yield (
+            replay.max_lag is not None and replay.max_lag < train.publish_every - 1,
+            f"replay.max_lag={replay.max_lag} cannot be kept with weights every train.publish_every={train.publish_every} "
+            f"steps: allow at least {train.publish_every - 1}.",
+        )
+        share, count = self.search.explore.reference_share, self.reference_samples_per_prompt
+        yield (
+            share > 0 and not 0 < count < visit,
+            f"search.explore.reference_share={share:g} of the {visit} responses of a visit is {count}: leave both some.",
+        )
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Settings of which one asks for what the other takes away."""
+        train, task, best = self.train, self.task, self.evaluate.best_metric
+        yield (
+            self.observe.on_collapse == "rollback" and train.keep_checkpoints == 0,
+            "observe.on_collapse=rollback needs checkpoints, and train.keep_checkpoints=0 keeps none: raise it or use stop.",
+        )
+        yield (
+            bool(train.second_update_after) and train.updates_per_batch > 1,
+            f"train.second_update_after={train.second_update_after} contradicts "
+            f"train.updates_per_batch={train.updates_per_batch}: both train a batch again. Choose one of them.",
+        )
+        yield (
+            self.model.lora is not None and bool(self.reference.reset_every),
+            f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
+            "base model: set it to 0.",
+        )
+        yield (
+            best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0,
+            f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out: raise it, or "
+            "give task.eval_data.",
+        )

@@ -1,8 +1,8 @@
-"""Settings of model, engine, replay, objective, trainer and what is observed, one section per folder of the package. The
+"""Settings of model, engine, searchers, replay, objective, trainer, processes and what is observed: one section each. The
 string under a field gives its unit and special values.
 
 Checks that one section decides stand with it; checks across sections stand in `Config` (root.py). All of them run before a
-model loads. The sections `task`, `search` and `runtime` have files of their own.
+model loads. The section `task` has a file of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
+from tba.config.base import Device, EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
+Devices = Annotated[tuple[Device, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Devices, of which one may stand without a list."""
 DEFAULT_STEPS = 200
 """Optimizer steps of a run for which neither steps nor seconds are given."""
 CUT_OFF_REWARD = -1.0
@@ -95,6 +97,62 @@ class GenerateConfig(Section):
     the loss is never truncated."""
     top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens that responses are sampled from; 0 = all tokens. It changes generation only."""
+
+
+class ExploreConfig(Section):
+    """Off-policy exploration, off by default: the loss keeps the training temperature and no truncation."""
+
+    probability: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the visits to prompts that explore (the official code: 0.3)."""
+    temperature: tuple[float, float] = (1.0, 1.0)
+    """Range of the sampling temperature of an exploring visit."""
+    reference_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the responses of every visit that the reference (the frozen start model, unless it is reset) generates,
+    so that what the policy has given up is still found. They count as responses of the reference's version."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ExploreConfig:
+        low, high = self.temperature
+        if not 0.0 < low <= high:
+            raise ValueError(f"temperature=[{low}, {high}] is no range: it needs 0 < low <= high.")
+        return self
+
+
+class SearchConfig(Section):
+    """The searchers, which visit prompts, generate responses and have them rewarded."""
+
+    num_searchers: int | None = Field(default=None, ge=1, le=64)
+    """Number of searcher processes at the start. None = 1, or 2 where all of an
+    asynchronous run computes on the CPU of one machine, for models of 5M parameters and more: they keep its cores busy while
+    nobody trains. Visits to prompts are
+    handed out to searchers one by one, so that they can be replaced, and `tba searchers RUN --count N` can change their
+    number while the run goes on."""
+    devices: Devices = ()
+    """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3], for runtime.kind=local: searcher i uses number i, and
+    where there are more searchers than devices the list begins again. Where they differ from the trainer's, weights go
+    through the machine's memory. Empty = model.device."""
+    samples_multiplier: float = Field(default=1.0, ge=1.0, le=100.0)
+    """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
+    shuffle: bool = True
+    """Whether prompts are visited in random order; False = in the order of the data."""
+    reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
+    """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
+    A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
+    reward_workers: int | None = Field(default=None, ge=1, le=256)
+    """Number of processes in which a searcher has its rewards called, each one visit at a time; they are started where
+    visits wait for one. A reward that waits (a remote judge) wants as many as the judge answers at once, shared by the
+    searchers; one that computes wants no more than there are cores. Each imports the reward's file. None = 1, or 8 where
+    every reward is `async def`."""
+    reward_environment: tuple[str, ...] = ()
+    """Names of environment variables that rewards get although they look like secrets, such as [OPENAI_API_KEY]. All others
+    that do (TOKEN, KEY, SECRET, PASSWORD, CREDENTIAL, AUTH in the name, AWS_*, AZURE_*) are kept from the processes of
+    rewards."""
+    explore: ExploreConfig = ExploreConfig()
+
+    @property
+    def count(self) -> int:
+        """Number of searcher processes at the start; 1 where it was left open and the machine was not asked."""
+        return self.num_searchers or 1
 
 
 class ReplayConfig(Section):
@@ -287,6 +345,41 @@ class TrainConfig(Section):
                 f"train.responses_per_step={self.responses_per_step} is not divisible by "
                 f"train.samples_per_prompt={self.samples_per_prompt}: use "
                 f"{lower or self.samples_per_prompt} or {lower + self.samples_per_prompt}."
+            )
+        return self
+
+
+class RuntimeConfig(Section):
+    """The processes of a run: their threads, their channels and their deadlines."""
+
+    kind: Literal["local", "ray"] = "local"
+    """Where roles run: local = processes of this machine; ray = actors on a Ray cluster, for which the extra `ray` is needed
+    (docs/scaling.md)."""
+    address: str | None = None
+    """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
+    on this machine, which nobody else can reach, and ends with the run."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
+    shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one
+    for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a
+    role on a GPU or a Ray cluster, where a process takes up as many CPUs of its node. More threads than free cores make all
+    of them slow. A trainer on a CPU computes its micro-batches side by side with so many workers, each a single thread. With
+    None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
+    otherwise one for each of its threads."""
+    wait_seconds: float = Field(default=300.0, gt=0.0)
+    """Deadline of every wait, which counts only while the awaited role does nothing, and for a sign of life: a searcher that
+    shows none, also while it loads its model, is replaced, a trainer is killed and resumed. Raise it for a model that takes
+    longer to load or to compile."""
+    mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
+    """Whether CUDA MPS lets roles on one GPU run side by side: auto = where a GPU is shared and it can be started. `tba
+    doctor` says what it gains and risks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RuntimeConfig:
+        if self.address is not None and self.kind != "ray":
+            raise ValueError(
+                f"runtime.address={self.address} is of a Ray cluster and needs runtime.kind=ray: set it, or leave the "
+                "address out (null)."
             )
         return self
 

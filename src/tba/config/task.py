@@ -101,11 +101,6 @@ class RedTeamConfig(Section):
             raise ValueError(
                 f"task.red_team.victim_template={self.victim_template!r} has no {{attack}}: write it where the attack goes."
             )
-        if self.world and self.victim is not None:
-            raise ValueError(
-                f"task.red_team.world={self.world} is for the embedded edition, but task.red_team.victim={self.victim} is "
-                "attacked: leave one of them out."
-            )
         return self
 
 
@@ -183,15 +178,6 @@ class TaskConfig(Section):
         """The path of a task's file in full: a run is evaluated later from another working directory."""
         path, colon, kind = name.rpartition(":")
         return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check_template(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if own := {"conversation", "tokenize", "add_generation_prompt"} & given.keys():
-            raise ValueError(
-                f"{', '.join(sorted(own))} is set by tba, for a prompt that is to be answered: leave it out."
-            )
-        return given
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:

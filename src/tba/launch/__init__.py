@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.launch.start import evaluate, evaluate_model, merge_adapter, train
+    from tba.launch.start import evaluate, evaluate_model, generate, merge_adapter, train
 
-__all__ = ["evaluate", "evaluate_model", "merge_adapter", "train"]
+__all__ = ["evaluate", "evaluate_model", "generate", "merge_adapter", "train"]
 
 
 def __getattr__(name: str) -> Any:

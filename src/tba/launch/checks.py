@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tba.config import Config, ConfigError, is_of_earlier_version
+from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.run_folder import RunFolder, others_entry
@@ -157,15 +157,6 @@ def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str
             f"command is run: tba evaluate ... {shlex.join(unnamed)}"
         )
     return config
-
-
-def refuse_earlier_version(run: Path) -> None:
-    """Refuse to resume a run whose settings are not all known any more: it would go on as another run."""
-    config = RunFolder(run).config
-    if config.is_file() and is_of_earlier_version(config):
-        raise ConfigError(
-            f"{run} was made by an earlier version of tba: it can be evaluated (`tba evaluate {run}`) but not resumed."
-        )
 
 
 def check_evaluated(target: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tba.config import Config, load_run_config
+from tba.config import Config, load_config
 from tba.observe.display import duration, steps_words
 from tba.observe.files import WriteFailures, read_summary, write_json
 from tba.observe.run_folder import RunFolder
@@ -97,7 +97,7 @@ def read_status(run: Path) -> dict[str, Any]:
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
     age = max(0.0, time.time() - status["time"])  # the clock may have been set back
     last, begun = folder.last_step(), folder.config.is_file()  # the status comes before the model is loaded
-    train = load_run_config(folder.config).train if begun else None
+    train = load_config(folder.config).train if begun else None
     max_steps, left = None if train is None else train.max_steps, []
     if alive and last["step"] > 1 and max_steps is not None and max_steps > last["step"]:
         left.append(last["seconds"] / last["step"] * (max_steps - last["step"]))
@@ -214,7 +214,7 @@ def ask_for_searchers(run: Path, count: int) -> None:
     status = read_status(run)
     if status["alive"] is False:
         raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
-    if load_run_config(RunFolder(run).config).takes_turns:
+    if load_config(RunFolder(run).config).takes_turns:
         raise ValueError(
             f"{run} has no searchers of its own: in mode=sync and mode=fixed_lag the trainer searches too."
         )

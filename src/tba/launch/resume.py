@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, load_config
-from tba.launch.checks import before_collapse, refuse_earlier_version
+from tba.launch.checks import before_collapse
 from tba.launch.resolve import FILLED
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
@@ -38,7 +38,6 @@ not what it learns. train.max_steps may grow besides."""
 def resumed_config(config: Config, folder: RunFolder) -> Config:
     """The config that a run goes on with: the given one, with what was left out as it was resolved when the run was started,
     also on another machine. A ConfigError names the settings that differ and may not."""
-    refuse_earlier_version(folder.path)
     stored = load_config(folder.config)
     if stored.objective.name == config.objective.name:
         config = _with_stored(config, stored)

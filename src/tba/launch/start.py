@@ -7,15 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config, load_run_config
+from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
+from tba.generate.sampling import training_sampling
 from tba.launch.async_run import AsyncRun, MakeRuntime, runtimes
 from tba.launch.checks import (
     check_before_loading,
@@ -49,7 +51,8 @@ from tba.runtime.processes import prepare_roles
 from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.base import KeepResponses
-from tba.tasks.evaluation import AnswerEvaluator, make_evaluator
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.evaluation import AnswerEvaluator, make_evaluator, respond
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed
@@ -265,9 +268,9 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
     task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
-        config = load_run_config(folder.config, [*overrides, f"model.path={weights}"])
+        config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
-        start = partial(load_scorer, load_run_config(folder.config, overrides).model)
+        start = partial(load_scorer, load_config(folder.config, overrides).model)
     else:
         own = [] if task is None else [f"task.name={task}"]
         config = load_config(None, [*overrides, *own, f"model.path={target}"])
@@ -304,3 +307,24 @@ def evaluate(
             return evaluator(make_search_engine(config, inputs.loaded))
         finally:
             rewards.close()
+
+
+def generate(
+    config: Config, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int, greedy: bool
+) -> list[list[str]]:
+    """Responses of the engine that searchers use: texts for each prompt, in their order."""
+    use_cpu(threads_alone(config))
+    loaded = load_model(config.model)
+    room, template = loaded.context - config.generate.max_new_tokens, config.task.chat_template_kwargs
+    made = [
+        make_prompt(
+            id=str(index), text=text, columns={}, tokenizer=loaded.tokenizer, max_tokens=room, template=template
+        )
+        for index, text in enumerate(prompts)
+    ]
+    longest = max((len(prompt.token_ids) for prompt in made), default=1)
+    shape, machine = ModelShape.of(loaded), Machine.found(config)
+    config = resolve(config, shape, machine, longest_prompt=lambda: longest, trains=False)
+    engine, sampling = make_search_engine(config, loaded), replace(training_sampling(config), greedy=greedy)
+    groups = respond(engine, loaded.tokenizer, made, num_generations, sampling)
+    return [list(group.texts) for group in groups]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tba.config import Config, ConfigError, Schedule, gone_words
+from tba.config import Config, ConfigError, Schedule
 from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
@@ -176,8 +176,6 @@ def _resets(config: Config, every: int, *, has_reference: bool) -> Iterator[Chec
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
-        if (gone := gone_words(f"objective.{name}")) is not None:
-            return gone
         known = list(kind.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)

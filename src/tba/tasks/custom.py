@@ -1,26 +1,36 @@
-"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions.
+"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions (`tasks/rewards`).
 
 {"prompt": "What is 2 + 2?", "answer": "4"}
 {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-data/prompt_file.py reads the file; `tasks/rewards` calls the functions.
+Every row is checked, and held out or trained on by a hash of its prompt. Prompts of a plain file stay there: two numbers of
+each are kept in memory, the rest is read when it is visited.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from tba.config import RewardConfig, TaskConfig
 from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompt_file import PromptReader, Reader, Side, read_prompts, read_text
-from tba.tasks.data.rows import RowNames
-from tba.tasks.data.splits import nothing_left
+from tba.tasks.data.prompts import LazyPrompts, hash_64, make_prompt, not_held_out, nothing_left, question_key, share_of
+from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.files import check_reward_function
+from tba.tasks.rewards.files import GIVEN_ARGUMENTS, check_reward_function, shortened
 from tba.tasks.rewards.functions import RewardSet, named_rewards
 from tba.types import Completion, Prompt, combined_reward
 
@@ -42,21 +52,14 @@ class CustomTask:
         self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
-        self.split_words = _split_words(
-            len(train.prompts), len(held_out.prompts), _held_out_words(config), held_out is train
-        )
+        self.split_words = _split_words(len(train), len(held_out), _held_out_words(config), held_out is train)
         """How the data is split, for the user."""
         self._config = config
-        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
+        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
 
     @property
     def isolated_rewards(self) -> Sequence[RewardConfig]:
         return self._config.rewards
-
-    @cached_property
-    def rewards(self) -> RewardSet:
-        """The functions themselves. A run never asks for them: their files are imported in the workers alone."""
-        return RewardSet(self._functions)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":
@@ -70,8 +73,9 @@ class CustomTask:
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        # For callers of their own: in a run the files of rewards are imported in the workers alone.
         ids = [completion.token_ids.tolist() for completion in completions]
-        return self.rewards.score(prompt.text, prompt.columns, texts, ids)
+        return RewardSet(self._functions).score(prompt.text, prompt.columns, texts, ids)
 
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):
@@ -110,12 +114,14 @@ def num_train_prompts(config: TaskConfig) -> int:
     """Number of prompts that a run of this config trains on, found without a tokenizer: rows that are bad or held out do not
     count, over-long ones do. 0 where the data cannot be read, which the run will say better."""
     try:
-        return len(read_sides(config, read_text, trains=False, tells=False)[0].prompts)
+        return len(read_sides(config, PromptReader(), trains=False, tells=False)[0])
     except (OSError, ValueError):
         return 0
 
 
-def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells: bool = True) -> tuple[Side, Side]:
+def read_sides(
+    config: TaskConfig, reader: PromptReader, *, trains: bool = True, tells: bool = True
+) -> tuple[FilePrompts, FilePrompts]:
     """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
     bad rows are to be left out in silence."""
     assert config.data is not None
@@ -125,14 +131,170 @@ def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells
     if fraction > 0.0 and different < LEAST_TO_SPLIT:
         train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
         held_out = train
-    elif not train.prompts:
+    elif not train:
         raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
     elif config.eval_data is not None:
         held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
     if trains and different == 1:
         also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
         words = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
-        logger.warning(words, data, len(train.prompts), also)
+        logger.warning(words, data, len(train), also)
     if held_out is not train:
         train.leave_out(held_out, data=data, held_out_words=_held_out_words(config), trains=trains)
     return train, held_out
+
+
+def read_prompts(
+    config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float, *, tells: bool = True
+) -> tuple[FilePrompts, FilePrompts]:
+    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
+    plain file stay there, so that it may be larger than memory."""
+    if not path.is_file():
+        raise ValueError(f"task.data: file {path} does not exist.")
+    names, ids = RowNames.of(path), set[int]()
+    bad = BadRows(config.on_bad_row, names=names)
+    sides = [FilePrompts(path, lambda row: reader(row, path)) for _ in range(2)]
+
+    def check(row: DataRow) -> None:
+        prompt = reader(row, path)
+        key = hash_64(prompt.id)  # the ids themselves of many million prompts would fill the memory
+        if key in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
+        ids.add(key)
+        sides[share_of(prompt.text) < held_out_fraction].add(prompt, row)
+
+    bad.keep(jsonl_rows(path, bad), check)
+    if tells:
+        bad.report()
+    if not any(sides):
+        but = f" but for {bad.total} bad rows" if bad.total else ""
+        raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
+    return sides[0], sides[1]
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """None = prompts are counted only, and have no tokens."""
+    max_tokens: int = 0
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides the messages."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Columns that every row must have, each with the name of the reward that needs it."""
+
+    def __call__(self, row: DataRow, path: Path) -> Prompt:
+        text = _prompt_text(row)
+        if self.tokenizer is None:
+            return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
+        for column, reward in self.needed.items():
+            # verl keeps its ground truth in a column of several values.
+            if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
+                near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1)
+                hint = f" Did the reward mean `{near[0]}`, which every reward gets?" if near else ""
+                raise BadRow(
+                    "missing column",
+                    f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
+                    f"{hint}",
+                )
+        return make_prompt(
+            text=text,
+            id=_id(row, path),
+            columns={name: value for name, value in row.value.items() if name != "prompt"},
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_tokens,
+            place=row.place,
+            template=self.template,
+        )
+
+
+class FilePrompts(LazyPrompts):
+    """The prompts of some lines of a JSONL file, which must not change meanwhile. Two numbers of each are kept, and the key
+    of its question; those of a compressed file are kept whole."""
+
+    def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
+        self._path, self._read = path, read
+        self._offsets, self._lines = array("q"), array("q")
+        self._kept: list[Prompt] | None = [] if path.suffix == ".gz" else None
+        self.keys = array("Q")
+        """Key of each prompt's question (question_key)."""
+        self._file = path.open("rb")
+        weakref.finalize(self, self._file.close)  # left open, PYTHONWARNINGS=error shows it as a traceback of ours
+        self._stamp = self._stamp_now()
+
+    def add(self, prompt: Prompt, row: DataRow) -> None:
+        """Add a row of the file, of which `read` has made this prompt."""
+        self.keys.append(question_key(prompt.text))
+        if self._kept is not None:
+            self._kept.append(prompt)
+            return
+        assert row.offset is not None, "rows of a plain file have a place to come back to"
+        self._offsets.append(row.offset)
+        self._lines.append(row.line)
+
+    def leave_out(self, held_out: FilePrompts, *, data: str, held_out_words: str, trains: bool = True) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
+        prompt has no others to be evaluated on: it keeps it."""
+        if len(set(self.keys)) == 1:
+            return
+        stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
+        self.keys = array("Q", compress(self.keys, stays))
+        self._offsets, self._lines = (array("q", compress(own, stays)) for own in (self._offsets, self._lines))
+        self._kept = None if self._kept is None else list(compress(self._kept, stays))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def at(self, place: int) -> Prompt:
+        if self._kept is not None:
+            return self._kept[place]
+        if self._stamp_now() != self._stamp:
+            raise RuntimeError(
+                f"{self._path} has changed since the run began: its prompts are no longer those checked."
+            )
+        self._file.seek(self._offsets[place])
+        line = self._lines[place]
+        return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
+
+    def _stamp_now(self) -> tuple[int, int]:
+        """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+
+def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
+    wanted = (
+        f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
+        '({"role": ..., "content": ...}).'
+    )
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", wanted)
+    if "prompt" not in row.value:
+        others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
+        raise BadRow("missing column", wanted + others)
+    prompt = row.value["prompt"]
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(content.strip() for content in contents):
+        raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
+    return prompt
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of chat messages with a role and text."""
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def _id(row: DataRow, path: Path) -> str:
+    """The `id` column; where there is none, the file's name and the line."""
+    id = row.value.get("id")
+    if id is None:
+        return f"{path.stem}-{row.line}"
+    if not isinstance(id, str | int):
+        raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
+    return str(id)

@@ -1,18 +1,17 @@
 """What tasks of questions with a stored answer share: their rows, splits and prompts.
 
-Held out are the test rows, or task.eval_data; data/splits.py says which rows are trained and tuned on.
+Held out are the test rows, or task.eval_data; data/prompts.py says which rows are trained and tuned on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import make_prompt, uses_chat
-from tba.tasks.data.rows import keep_some
-from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
+from tba.tasks.data.prompts import QuestionAnswer, Source, make_prompt, nothing_left, read_splits, uses_chat
+from tba.tasks.data.rows import BadRows
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome
 from tba.types import Completion, Prompt
@@ -22,6 +21,25 @@ WHY_MISSING: dict[Split, str] = {
     "held_out": "task.data={data} is one file, taken as the train rows. Give the rows to report on as task.eval_data, or a "
     "folder with both as task.data, or evaluate on evaluate.split=validation.",
 }
+
+
+class RightOrWrong(ABC):
+    """A task whose only reward, `exact_match`, is 1 for a right response and 0 for a wrong one."""
+
+    isolated_rewards = ()
+    reward_weights: ClassVar[Mapping[str, float]] = {"exact_match": 1.0}
+
+    @abstractmethod
+    def prompts(self, split: Split) -> Sequence[Prompt]: ...
+
+    @abstractmethod
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]: ...
+
+    def solved(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        return AnswerEvaluator(self, inputs)
 
 
 class RowsTask(ABC):
@@ -59,12 +77,13 @@ class RowsTask(ABC):
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
         if split not in self._prompts:
-            self._prompts[split] = keep_some(
-                self.problems(split),
-                lambda problem: self._prompt(split, problem),
-                on_bad_row=self.config.on_bad_row,
-                what=f"task.data={self.config.data}: no {split} row",
-            )
+            # Over-long prompts show here only: how long one is depends on the tokenizer.
+            bad = BadRows(self.config.on_bad_row)
+            found = bad.keep(self.problems(split), lambda problem: self._prompt(split, problem))
+            bad.report()
+            if not found:
+                raise ValueError(f"task.data={self.config.data}: no {split} row is left, all {bad.total} are bad.")
+            self._prompts[split] = found
         return self._prompts[split]
 
     def _prompt(self, split: Split, problem: QuestionAnswer) -> Prompt:
@@ -79,7 +98,7 @@ class RowsTask(ABC):
         )
 
 
-class QuestionTask(RowsTask):
+class QuestionTask(RowsTask, RightOrWrong):
     """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
 
     template: ClassVar[str]
@@ -88,16 +107,12 @@ class QuestionTask(RowsTask):
     """Text after the question in a chat, unless there is a task.prompt_template."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        self._chat = uses_chat(inputs.config, inputs.tokenizer)
+        self._chat = uses_chat(inputs.config, inputs.tokenizer)  # refused before a long file is read
         super().__init__(inputs)
 
     @abstractmethod
     def is_right(self, text: str, *, question: str, answer: str) -> bool:
         """Whether a response gives the answer of a problem; the question tells an answer from a restatement."""
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"exact_match": 1.0}
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         question, answer = prompt.columns["question"], prompt.columns["answer"]
@@ -105,12 +120,6 @@ class QuestionTask(RowsTask):
             {"exact_match": float(self._counts(completion) and self.is_right(text, question=question, answer=answer))}
             for text, completion in zip(texts, completions)
         ]
-
-    def solved(self, outcome: Outcome) -> bool:
-        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
-
-    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator(self, inputs)
 
     def _counts(self, completion: Completion) -> bool:
         """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""

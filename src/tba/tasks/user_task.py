@@ -17,7 +17,7 @@ import tba
 from tba.config import TaskConfig
 from tba.tasks.base import Split, Task
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.files import describe, line_in
+from tba.tasks.rewards.files import describe
 from tba.types import Prompt
 
 if TYPE_CHECKING:  # it imports this file
@@ -43,12 +43,12 @@ def user_code(kind: Any, part: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        file = _file_of(kind)
-        line = None if file is None else line_in(file, error)
-        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if line is None or file is None or any(name.startswith(PACKAGE) for name in _after_last(file, frames)):
+        file, frames = _file_of(kind), traceback.extract_tb(error.__traceback__)
+        # Whose code raised is said by the innermost frame of the two: what other packages do, they do for the one above.
+        own = [frame for frame in frames if frame.filename == file or frame.filename.startswith(PACKAGE)]
+        if file is None or not own or own[-1].filename != file:
             raise
-        raise TaskFailed(f"{kind.__name__}{part} failed at {file}:{line}: {describe(error)}") from error
+        raise TaskFailed(f"{kind.__name__}{part} failed at {file}:{own[-1].lineno}: {describe(error)}") from error
 
 
 def _file_of(kind: Any) -> str | None:
@@ -58,10 +58,6 @@ def _file_of(kind: Any) -> str | None:
     except TypeError:
         return None
     return None if file is None or file.startswith(PACKAGE) else file
-
-
-def _after_last(file: str, names: Sequence[str]) -> Sequence[str]:
-    return names[len(names) - names[::-1].index(file) :] if file in names else ()
 
 
 def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
@@ -79,6 +75,7 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
             raise ValueError(
                 f"{what}[{number}] is a {type(prompt).__name__}: make prompts with tba.tasks.data.prompts.make_prompt."
             )
+        # Random numbers, the replay buffer and the ledger of visits all know a prompt by its id.
         if prompt.id in seen:
             raise ValueError(f"{what}: id {prompt.id!r} occurs twice; ids must be unique.")
         seen.add(prompt.id)

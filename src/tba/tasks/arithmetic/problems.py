@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple
 
-from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
+from tba.tasks.base import Split, TaskInputs
 from tba.tasks.data.prompts import LazyPrompts, make_prompt
-from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.gsm8k import final_number, same_number
 from tba.tasks.outcomes import Outcome
+from tba.tasks.questions import RightOrWrong
 from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -80,20 +80,14 @@ OPERATORS: dict[str, Operator] = {
 """Operator by which a sentence with one number changes the total."""
 
 
-class ArithmeticTask:
+class ArithmeticTask(RightOrWrong):
     """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
-
-    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         self._num_train = inputs.config.num_train_prompts
         self._tokenizer = inputs.tokenizer
         self._max_prompt_tokens = inputs.max_prompt_tokens
         self._prompts: dict[Split, ProblemPrompts] = {}
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split not in self._prompts:
@@ -107,12 +101,6 @@ class ArithmeticTask:
             {"exact_match": exact_match(text, prompt.columns["answer"], finished=completion.finish == "stop")}
             for text, completion in zip(texts, completions)
         ]
-
-    def solved(self, outcome: Outcome) -> bool:
-        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
-
-    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator(self, inputs)
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "train":

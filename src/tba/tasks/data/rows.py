@@ -17,7 +17,6 @@ import codecs
 import gzip
 import json
 import logging
-import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,8 +30,6 @@ OnBadRow = Literal["stop", "skip"]
 SUFFIXES = (".jsonl", ".jsonl.gz")
 LONGEST_LINE = 64 * 2**20
 """Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
-PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""Packers by the first bytes of what they write."""
 LINES_NAMED = 5
 """Number of line numbers that are told for each reason."""
 SCRIPT_FOLDER = ".inputs"
@@ -152,16 +149,6 @@ class BadRows:
         return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
 
 
-def keep_some(items: Iterable[Item], read: Callable[[Item], Kept], *, on_bad_row: OnBadRow, what: str) -> list[Kept]:
-    """What `read` makes of the items, bad ones treated as on_bad_row says; `what` are they, where none is left."""
-    bad = BadRows(on_bad_row)
-    kept = bad.keep(items, read)
-    bad.report()
-    if not kept:
-        raise ValueError(f"{what} is left, all {bad.total} are bad.")
-    return kept
-
-
 def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():
@@ -226,26 +213,16 @@ def refuse_other_formats(path: Path) -> None:
             start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
     except (OSError, EOFError, zlib.error):
         return  # told when its lines are read
-    if (packed := next((kind for magic, kind in PACKED.items() if start.startswith(magic)), None)) is not None:
-        advice = "name it .jsonl.gz" if packed == "gzip" and path.suffix != ".gz" else "unpack it first"
-        raise ValueError(f"{path} is packed by {packed}, and {' or '.join(SUFFIXES)} is needed: {advice}.")
+    if start.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path} is packed by gzip: name it .jsonl.gz.")
     if start.startswith(LFS_POINTER):
         raise ValueError(f"{path} is a pointer of git-lfs to the data: `git lfs pull` in its folder gets them.")
-    if b"}\r{" in start:
-        raise ValueError(
-            f"{path} ends its lines with \\r alone, and \\n is needed: "
-            f"tr '\\r' '\\n' < {shlex.quote(str(path))} > rows.jsonl"
-        )
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:
         raise ValueError(
             f"{path} is a table, and JSON Lines are needed, one object on each line: python -c 'import pandas; "
             f"""pandas.{reader}("{path}").to_json("rows.jsonl", orient="records", lines=True)' writes them."""
-        )
-    if (encoding := _wide_encoding(start)) is not None:
-        raise ValueError(
-            f"{path} is {encoding}, and UTF-8 is needed: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > rows.jsonl"
         )
     if not start.startswith(b"[") and start != b"{":
         return
@@ -260,16 +237,6 @@ def refuse_other_formats(path: Path) -> None:
             f"{path} is one JSON {'object' if isinstance(whole, dict) else 'array'}, and JSON Lines are needed: one object "
             f"on each line, no brackets or commas around them. `jq -c '.[]' {path} > rows.jsonl` makes them of an array."
         )
-
-
-def _wide_encoding(start: bytes) -> str | None:
-    """The encoding of a file with two or four bytes for each letter, by its beginning; None = it is another one."""
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins with the mark of UTF-16
-        return "UTF-32"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    without_mark = {b"{\0\0\0": "UTF-32LE", b"\0\0\0{": "UTF-32BE", b"{\0": "UTF-16LE", b"\0{": "UTF-16BE"}
-    return next((encoding for bytes_, encoding in without_mark.items() if start.startswith(bytes_)), None)
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import sys
 import threading
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tba.runtime.links import Failed, Link
-from tba.runtime.processes import RoleProcess
+from tba.runtime.links import Failed
+from tba.tasks.rewards.worker import WorkerProcess
 
 logger = logging.getLogger("tba.tasks")
 
@@ -26,7 +25,7 @@ START_SECONDS = 120.0
 COMPARISON_SECONDS = 3.0
 """Deadline of one comparison. Most take milliseconds; one that takes longer is killed."""
 WORKER_BYTES = 4 * 2**30
-"""Address space of the worker, where the system can limit it: a large power must not take the machine's memory."""
+"""Memory of the worker: a large power must not take the machine's."""
 RELATIVE_TOLERANCE = 1e-4
 """Relative difference beyond which two numbers are not equal, however small they are."""
 READY = "ready"
@@ -51,7 +50,7 @@ class SymbolicEquality:
 
     def __init__(self, *, comparison_seconds: float = COMPARISON_SECONDS) -> None:
         self._comparison_seconds = comparison_seconds
-        self._worker: RoleProcess | None = None
+        self._worker: WorkerProcess | None = None
         self._lock = threading.Lock()
         self.num_failures = 0
         """Number of comparisons that were killed or raised."""
@@ -80,8 +79,8 @@ class SymbolicEquality:
 
     def _ask(self, given: str, wanted: str) -> bool | str:
         """The worker's answer, or the reason why there is none."""
-        if self._worker is None or not self._worker.alive:
-            self._worker = RoleProcess("symbolic", symbolic_worker, {}, log=Path(os.devnull))
+        if self._worker is None or self._worker.link.closed:
+            self._worker = WorkerProcess(Comparer, log=Path(os.devnull), memory_bytes=WORKER_BYTES)
             if (word := self._worker.link.receive(START_SECONDS)) != READY:
                 self.close()
                 return f"the worker did not start: {word.error if isinstance(word, Failed) else 'no word from it'}"
@@ -101,23 +100,30 @@ class SymbolicEquality:
             )
 
 
-def symbolic_worker(link: Link) -> None:
-    """Compares what it is sent until its parent is gone. It imports no torch, so that a killed one is soon replaced."""
-    _limit_memory()
-    from math_verify import LatexExtractionConfig, parse, verify
+class Comparer:
+    """Compares formulas in the worker. It imports no torch, so that a killed one is soon replaced."""
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    how: Any = [LatexExtractionConfig(boxed_match_priority=0)]
-    # The first one loads grammars, which a busy machine takes longer for than one comparison may take.
-    verify(parse("\\boxed{x+1}", how, parsing_timeout=None), parse("\\boxed{1+x}", how, parsing_timeout=None))
-    link.send(READY)
-    while (job := link.receive(timeout_seconds=None)) is not None:
+    greeting = READY
+
+    def __init__(self) -> None:
+        from math_verify import LatexExtractionConfig
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._how = [LatexExtractionConfig(boxed_match_priority=0)]
+        self(
+            "x+1", "1+x"
+        )  # the first loads grammars, which a busy machine takes longer for than one comparison may take
+
+    def __call__(self, given: str, wanted: str) -> bool | str:
+        """Whether they are equal, or the error of sympy."""
+        from math_verify import parse, verify
+
         try:
             # Their alarms are off: the parent kills.
-            given, wanted = (parse(f"\\boxed{{{text}}}", how, parsing_timeout=None) for text in job)
-            link.send(bool(verify(wanted, given, timeout_seconds=None)) and not _far_apart(given, wanted))
+            left, right = (parse(f"\\boxed{{{text}}}", self._how, parsing_timeout=None) for text in (given, wanted))
+            return bool(verify(right, left, timeout_seconds=None)) and not _far_apart(left, right)
         except Exception as error:  # anything may come out of sympy; told to the parent, which counts it
-            link.send(f"{type(error).__name__}: {error}"[:200])
+            return f"{type(error).__name__}: {error}"[:200]
 
 
 def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
@@ -126,10 +132,3 @@ def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
     if len(numbers) < 2 or numbers[1].evalf() == 0:
         return False
     return bool(abs((numbers[0] / numbers[1]).evalf() - 1) > RELATIVE_TOLERANCE)
-
-
-def _limit_memory() -> None:
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))

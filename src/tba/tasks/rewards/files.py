@@ -23,8 +23,6 @@ import cloudpickle
 
 LONGEST_TEXT = 500
 """Characters of an error's own text that are passed on: a user's code may put anything there."""
-ENDS_PROGRAM = {"sys.exit", "exit", "quit", "os._exit"}
-"""Calls that end the process that imports a file."""
 VERL_ARGUMENTS = frozenset(("data_source", "solution_str", "ground_truth"))
 """Parameters by which a reward with verl's signature is known."""
 GIVEN_ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"))
@@ -32,7 +30,6 @@ GIVEN_ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "traine
 WITHHELD = "TBA_WITHHELD"
 """Environment variable of a reward's process with the names of those that it did not get."""
 PASS_ON = "search.reward_environment=[NAME]"
-SCRIPT_HINT = 'put what runs the file as a script under `if __name__ == "__main__":`'
 
 
 def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
@@ -51,9 +48,6 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     what = f"reward {specification!r}"
     file, name = _split(specification, what=what, kind="function")
     tree = _parse(file, what)
-    for statement in tree.body:
-        if (call := _ending_call(statement)) is not None:
-            raise ValueError(f"{what}: {file}:{statement.lineno} runs {call} when it is imported: {SCRIPT_HINT}.")
     _refuse_missing_imports(tree, file, what)
     symbols = symtable.symtable(ast.unparse(tree), str(file), "exec").get_symbols()
     bound = {own.get_name(): own.is_namespace() for own in symbols if own.is_assigned() or own.is_imported()}
@@ -64,16 +58,11 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
     if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
         return []
-    return _needed_columns(found[0], name, file, what)
+    return _needed_columns(found[0], what)
 
 
-def _needed_columns(found: ast.stmt, name: str, file: Path, what: str) -> list[str]:
+def _needed_columns(found: ast.stmt, what: str) -> list[str]:
     """Columns that a definition needs; none where they cannot be read from it."""
-    if isinstance(found, ast.ClassDef):
-        raise ValueError(
-            f"{what}: {file}:{found.lineno}: {name} is a class: name a function, or an object that can be called, such as "
-            f"score = {name}()."
-        )
     if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
         return []  # a decorator may give it other parameters
     positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
@@ -192,18 +181,6 @@ def _parse(file: Path, what: str) -> ast.Module:
         raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
 
 
-def _ending_call(statement: ast.stmt) -> str | None:
-    """`sys.exit(...)` or `parse_args()` where a top-level statement calls it without a condition; None where it does not."""
-    value = getattr(statement, "value", None)
-    if not isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign)) or not isinstance(value, ast.Call):
-        return None
-    name = ast.unparse(value.func)
-    if name in ENDS_PROGRAM:
-        return f"{name}(...)"
-    reads_arguments = isinstance(value.func, ast.Attribute) and value.func.attr == "parse_args"
-    return "parse_args()" if reads_arguments and not value.args and not value.keywords else None
-
-
 def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:
     """Refuse modules that are not installed, among the imports that a file begins with. What comes after anything that is
     called may be found by it (sys.path), and so may what a neighbour of the file imports."""
@@ -242,6 +219,8 @@ def _load_module(file: Path, what: str) -> Any:
     except BaseException as error:  # a user's file: anything may come, with file and line
         line = line_in(str(file), error)
         place = f"{file}:{line}" if line is not None else str(file)
-        hint = f": {SCRIPT_HINT}" if isinstance(error, SystemExit) else ""
+        hint = (
+            ': put what runs it as a script under `if __name__ == "__main__":`' if isinstance(error, SystemExit) else ""
+        )
         raise ValueError(f"{what}: importing {place} failed: {describe(error)}{hint}.") from error
     return module

@@ -84,6 +84,7 @@ class RewardSet:
         """Components of each sample of one prompt, or why it has none; `step` is that of the weights that generated."""
         for reward in self._rewards:
             reward.step = step
+        # Each reward sees all samples also where another has failed: none of them knows of the others.
         by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
         outcomes: list[Outcome] = []
         for sample in range(len(texts)):

@@ -8,11 +8,15 @@ one, so that a hanging one costs only itself.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +26,7 @@ from tba.runtime.links import Failed
 from tba.tasks.base import FinishedGroup, Rewards, Task
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.functions import named_rewards
-from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
+from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
 from tba.types import Completion
 
@@ -30,8 +34,6 @@ START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
 FIRST_ANSWER_SECONDS = 40.0
 """Time in calls that hang after which a reward that has never answered stops the run, unless one call may take longer."""
-LAST_WORDS_SECONDS = 1.0
-"""Time for what a worker sent before it ended to arrive; the end of its link comes at once."""
 ASYNC_WORKERS = 8
 """Workers of rewards that are all `async def`, where search.reward_workers is not given: they wait instead of computing."""
 
@@ -110,40 +112,20 @@ class DirectRewards:
 
 
 @dataclass(eq=False)
-class _Job:
-    """A group that waits for its rewards; after a time-out the samples of a per_sample reward are scored one by one."""
-
-    group: FinishedGroup
-    outcomes: list[Outcome]
-    one_by_one: bool = False
-
-    def next_samples(self) -> slice:
-        first = len(self.outcomes)
-        return slice(first, first + 1 if self.one_by_one else len(self.group.texts))
-
-    @property
-    def done(self) -> bool:
-        return len(self.outcomes) == len(self.group.texts)
-
-
-@dataclass(eq=False)
 class _Seat:
-    """The place of one worker: its process, started anew when it was killed or has died, and the job that it has."""
+    """The place of one worker: its process, started anew when it was killed or has died."""
 
-    process: RewardProcess | None = None
-    job: _Job | None = None
-    started: float = 0.0
-    """Time at which the job was given to the worker."""
-    deadline: float = 0.0
+    process: WorkerProcess | None = None
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process = None
+        process, self.process = self.process, None  # at once: the seat's thread and the searcher may both close it
+        if process is not None:
+            process.kill()
 
 
 class WorkerRewards:
-    """Worker processes, each with one call at a time; groups wait for a free one in order."""
+    """Worker processes, each with one call at a time; groups wait for a free one in order. A thread waits for each worker:
+    the searcher goes on generating."""
 
     def __init__(
         self,
@@ -162,151 +144,144 @@ class WorkerRewards:
         self._passed_on = passed_on
         self._log = log
         self._num_workers = num_workers
-        self._seats: list[_Seat] = [_Seat()]
-        self._waiting: deque[_Job] = deque()
-        self._ready: list[tuple[FinishedGroup, list[Outcome]]] = []
+        self._seats: list[_Seat] = []
+        self._waiting: SimpleQueue[FinishedGroup | None] = SimpleQueue()
+        """Groups without a worker; None ends a thread."""
+        self._answers: SimpleQueue[tuple[FinishedGroup, list[Outcome]] | Exception] = SimpleQueue()
+        """Groups that are scored, or why no more can be."""
         self._first: Ready | None = None
         """What the first worker said of the rewards when it had loaded them; None = none has."""
         self._unanswered_seconds: float | None = max(timeout_seconds, first_answer_seconds)
         """Time in hanging calls that is left until the first answer; None = there was one."""
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._waiting) + len(self._ready) + sum(seat.job is not None for seat in self._seats)
+        self._lock, self._closed = threading.Lock(), False
+        self.outstanding = 0
 
     def submit(self, group: FinishedGroup) -> None:
-        self._waiting.append(_Job(group, []))
-        self._advance()
+        self.outstanding += 1
+        self._waiting.put(group)
+        self._add_seats()
 
     def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
-        self._advance(wait_seconds)
-        scored, self._ready = self._ready, []
+        scored = []
+        with suppress(Empty):
+            while True:
+                answer = self._answers.get(block=wait_seconds > 0, timeout=wait_seconds or None)
+                if isinstance(answer, Exception):
+                    self.close()
+                    raise answer
+                scored.append(answer)
+                wait_seconds = 0.0
+        self.outstanding -= len(scored)
+        self._add_seats()
         return scored
 
     def close(self) -> None:
+        with self._lock:  # no worker is started after this
+            self._closed = True
         for seat in self._seats:
+            self._waiting.put(None)
             seat.close()
 
-    def _advance(self, wait_seconds: float = 0.0) -> None:
-        """Take answers, or give up on late ones; then give free workers their next jobs. Waits for the first worker that has
-        a job: where that is the only one, its next job is given to it as soon as it has answered."""
-        for seat in self._seats:
-            if seat.job is not None:
-                self._take_answer(seat, seat.job, wait_seconds)
-                wait_seconds = 0.0
-        while self._waiting and (free := self._free_seat()) is not None:
-            self._start(free, self._waiting.popleft())
-
-    def _free_seat(self) -> _Seat | None:
-        """A worker that has no job, preferably one that runs; another one is added only where all are busy."""
-        free = [seat for seat in self._seats if seat.job is None]
-        if not free and len(self._seats) < self._most_seats():
-            free = [_Seat()]
-            self._seats += free
-        return min(free, key=lambda seat: seat.process is None, default=None)
-
-    def _most_seats(self) -> int:
+    def _add_seats(self) -> None:
+        """Add workers where groups wait for one, as many as may be."""
+        most = 1
         # One until the first answer: a reward that cannot be loaded or always hangs is found out by one worker.
-        if self._first is None or self._unanswered_seconds is not None:
-            return 1
-        return self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
+        if self._first is not None and self._unanswered_seconds is None:
+            most = self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
+        while len(self._seats) < min(most, self.outstanding):
+            self._seats.append(_Seat())
+            # A worker ends with the thread that has started it: a thread lasts until the workers are closed.
+            threading.Thread(target=self._serve, args=(self._seats[-1],), daemon=True, name="rewards").start()
 
-    def _take_answer(self, seat: _Seat, job: _Job, wait_seconds: float) -> None:
-        assert seat.process is not None
-        # Before the message is looked for: the last words of a worker that ends are not missed. They may just be read.
-        alive = seat.process.alive
-        answer = seat.process.link.receive(wait_seconds if alive else LAST_WORDS_SECONDS)
+    def _serve(self, seat: _Seat) -> None:
+        """Have groups scored by one worker, one after another. Runs in the thread of its seat."""
+        while (group := self._waiting.get()) is not None and not self._closed:
+            try:
+                self._answers.put((group, self._scored(seat, group)))
+            except Exception as error:  # raised by `ready`, which would wait for this group for ever
+                self._answers.put(error)
+                return
+
+    def _scored(self, seat: _Seat, group: FinishedGroup) -> list[Outcome]:
+        """The outcomes of a group's samples: of one call for all or, where that hangs, of one for each if they do not depend
+        on one another."""
+        count = len(group.texts)
+        try:
+            return self._called(seat, group, slice(count))
+        except RewardFailed as error:
+            reason = str(error)
+        if count == 1 or self._first is None:
+            return [RewardFailed(reason)] * count
+        if not self._first.per_sample:
+            words = f"(all {count} samples of the call are lost: the reward does not say that it is per_sample)"
+            return [RewardFailed(f"{reason} {words}")] * count
+        outcomes: list[Outcome] = []
+        for index in range(count):
+            try:
+                outcomes += self._called(seat, group, slice(index, index + 1))
+            except RewardFailed as error:
+                outcomes.append(RewardFailed(str(error)))
+        return outcomes
+
+    def _called(self, seat: _Seat, group: FinishedGroup, samples: slice) -> list[Outcome]:
+        """What the reward says of some samples of a group; RewardFailed where it hangs or its worker dies."""
+        process = seat.process or self._started(seat)
+        # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
+        ids = [completion.token_ids.tolist() for completion in group.completions[samples]]
+        prompt, step = group.prompt, max(completion.version for completion in group.completions)
+        process.link.send((prompt.text, dict(prompt.columns), list(group.texts[samples]), ids, step))
+        left, started = self._unanswered_seconds, time.monotonic()
+        answer = process.link.receive(self._timeout_seconds if left is None else min(self._timeout_seconds, left))
+        if not isinstance(answer, Scored):
+            reason = self._why_silent(process, answer)
+            seat.close()  # it still computes, or is dead: its next answer would be taken for another call's
+            if reason is None:
+                raise self._hung(time.monotonic() - started)
+            raise RewardFailed(reason)
+        if (broken := next((own for own in answer.outcomes if isinstance(own, RewardBroken)), None)) is not None:
+            raise RewardUnusable(str(broken))
+        self._unanswered_seconds = None
+        if answer.spent:
+            seat.close()
+        return list(answer.outcomes)
+
+    def _started(self, seat: _Seat) -> WorkerProcess:
+        """A new worker that has loaded the rewards. One that could never load them would not the next time either."""
+        with self._lock:
+            if self._closed:
+                raise RewardUnusable("the workers are closed")
+            make = partial(RewardService, self._rewards)
+            process = seat.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
+        answer = process.link.receive(START_SECONDS)
         if isinstance(answer, Ready):
-            # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
-            # Of a worker that replaces another the time counts in which nothing was answered, not of the first one.
-            self._time(seat, since=None if self._first is None else seat.started)
             self._first = self._first or answer
-            return
-        if isinstance(answer, Scored):
-            broken = next((outcome for outcome in answer.outcomes if isinstance(outcome, RewardBroken)), None)
-            if broken is not None:
-                self.close()
-                raise RewardUnusable(str(broken))
-            job.outcomes += answer.outcomes
-            self._unanswered_seconds = None
-            if answer.spent:
-                seat.close()
-        elif isinstance(answer, Failed):
-            self._failed(seat, job, answer.error)
-        elif not alive:
-            self._failed(seat, job, f"the reward worker died ({seat.process.end}); see {self._log}")
-        elif time.monotonic() > seat.deadline:
-            self._hung(seat, job, time.monotonic() - seat.started)
-        else:
-            return
-        seat.job = None
-        if job.done:
-            self._ready.append((job.group, job.outcomes))
-        else:
-            self._waiting.appendleft(job)  # first in line again: it has waited longest
+            return process
+        reason = self._why_silent(process, answer) or (
+            f"importing the reward's file took longer than {START_SECONDS:g} s; see {self._log}. Load what takes long "
+            "at the first call, and raise search.reward_timeout_seconds for it."
+        )
+        seat.close()
+        raise RewardUnusable(reason) if self._first is None else RewardFailed(reason)
 
-    def _time(self, seat: _Seat, *, since: float | None = None) -> None:
-        """Set the time from which a seat's job waits (None = from now) and its deadline."""
-        seconds, left = self._timeout_seconds, self._unanswered_seconds
-        now = time.monotonic()
-        seat.started = now if since is None else since
-        seat.deadline = now + (seconds if left is None else min(seconds, left))
+    def _why_silent(self, process: WorkerProcess, answer: Any) -> str | None:
+        """Why a worker gave no answer; None = it only takes too long, and the log has the line at which it is."""
+        if isinstance(answer, Failed):
+            return answer.error
+        if process.link.closed:
+            return f"the reward worker died ({process.end}); see {self._log}"
+        process.log_line()
+        return None
 
-    def _failed(self, seat: _Seat, job: _Job, reason: str) -> None:
-        """The worker ended. One that could never load the reward would not load it the next time."""
-        if self._first is None:
-            self.close()
-            raise RewardUnusable(reason)
-        self._give_up(seat, job, reason)
-
-    def _hung(self, seat: _Seat, job: _Job, seconds: float) -> None:
-        assert seat.process is not None
-        seat.process.log_line()
-        if self._first is None:
-            self.close()
-            raise RewardUnusable(
-                f"importing the reward's file took longer than {START_SECONDS:g} s; see {self._log}. Load what takes long "
-                "at the first call, and raise search.reward_timeout_seconds for it."
-            )
+    def _hung(self, seconds: float) -> Exception:
+        """The error for a call that was killed after so many seconds."""
+        names = ", ".join(map(repr, self._rewards))
         if self._unanswered_seconds is not None:
             self._unanswered_seconds -= seconds
             if self._unanswered_seconds <= 0:
-                self.close()
-                raise RewardUnusable(
-                    f"the reward {self._names()} has not answered once: every call hung until it was killed "
+                return RewardUnusable(
+                    f"the reward {names} has not answered once: every call hung until it was killed "
                     f"(search.reward_timeout_seconds={self._timeout_seconds:g}). {self._log} has the line at which it hung. "
                     "Call it by hand with the texts of one prompt; if it only is slow, raise search.reward_timeout_seconds."
                 )
-        words = f"the reward {self._names()} took longer than search.reward_timeout_seconds={self._timeout_seconds:g} s"
-        self._give_up(seat, job, words)
-
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._rewards))
-
-    def _give_up(self, seat: _Seat, job: _Job, reason: str) -> None:
-        seat.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
-        if job.one_by_one or len(job.group.texts) == 1:
-            job.outcomes.append(RewardFailed(reason))
-        elif self._first is not None and self._first.per_sample:
-            # Nothing is lost yet: the group's samples are tried one by one.
-            job.one_by_one = True
-        else:
-            count = len(job.group.texts)
-            words = (
-                f"{reason} (all {count} samples of the call are lost: the reward does not say that it is per_sample)"
-            )
-            job.outcomes += [RewardFailed(words)] * count
-
-    def _start(self, seat: _Seat, job: _Job) -> None:
-        loaded = seat.process is not None
-        if seat.process is None:
-            seat.process = RewardProcess(self._rewards, log=self._log, passed_on=self._passed_on)
-        # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
-        samples = job.next_samples()
-        ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
-        prompt, step = job.group.prompt, max(completion.version for completion in job.group.completions)
-        seat.process.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids, step))
-        seat.job = job
-        self._time(seat)
-        if not loaded:
-            seat.deadline = seat.started + START_SECONDS
+        limit = f"search.reward_timeout_seconds={self._timeout_seconds:g} s"
+        return RewardFailed(f"the reward {names} took longer than {limit}")

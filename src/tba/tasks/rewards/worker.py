@@ -1,8 +1,9 @@
-"""The process that calls a user's rewards, and the guard above it that leaves nothing of it behind.
+"""A process for code that may hang or take all memory (a user's rewards), and the guard above it that leaves nothing of it
+behind.
 
     searcher -- guard: python -m tba.tasks.rewards.worker FD
-                  |-- worker, a fork of it: imports the reward's file, answers over the socket FD
-                        |-- whatever the reward starts
+                  |-- worker, a fork of it: makes its service (imports the reward's file), answers over the socket FD
+                        |-- whatever the service starts
 
 The guard copies the worker's output to the log, of which the end is kept. When the worker ends, when the searcher asks or is
 gone, the guard kills everything that the worker started: it is their subreaper, so that they become its children even where
@@ -24,13 +25,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import cloudpickle
 
@@ -74,11 +75,40 @@ class Scored:
     """Whether the worker has no memory left and must be replaced."""
 
 
-class RewardProcess:
-    """A worker and its guard, seen from the process that has rewards computed. It ends when this process is gone."""
+class Service(Protocol):
+    """What a worker does: it is made there once, then called for one job after another."""
 
-    def __init__(self, rewards: NamedRewards, *, log: Path, passed_on: Collection[str] = ()) -> None:
-        """`passed_on` are the variables with secrets that the worker gets."""
+    greeting: Any
+    """First word of the worker, when its service is there."""
+
+    def __call__(self, *job: Any) -> Any: ...
+
+
+class RewardService:
+    """Calls a user's reward functions for the samples of one prompt."""
+
+    def __init__(self, rewards: NamedRewards) -> None:
+        self._rewards = RewardSet(rewards)
+        self.greeting = Ready(per_sample=self._rewards.per_sample, is_async=self._rewards.is_async)
+
+    def __call__(self, *job: Any) -> Scored:
+        outcomes = self._rewards.score(*job)
+        return Scored(outcomes=outcomes, spent=self._rewards.out_of_memory)
+
+
+class WorkerProcess:
+    """A worker and its guard, seen from the process that has work for it. It ends when this process is gone."""
+
+    def __init__(
+        self,
+        make: Callable[[], Service],
+        *,
+        log: Path,
+        passed_on: Collection[str] = (),
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`make` is called in the worker; `passed_on` are the variables with secrets that the worker gets; `memory_bytes`
+        None = it may use half of the memory there is."""
         ours, theirs = Pipe()
         environment = role_environment(threads=1)
         withheld = sorted(name for name in environment if SECRET.search(name) and name not in passed_on)
@@ -90,22 +120,16 @@ class RewardProcess:
                 stream.flush()
             self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, environment)
         theirs.close()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by the link
             ours.send_bytes(json.dumps(sys.path).encode())
-            ours.send_bytes(cloudpickle.dumps((rewards, memory_limit())))
+            ours.send_bytes(cloudpickle.dumps((make, memory_bytes or memory_limit())))
         self.link = Link(ours, on_close=lambda: None)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words. The guard ends a moment after the worker, whose status it has."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
         status = self._process.poll()
         if status is not None and status > 128:
             return f"killed by signal {status - 128}"
@@ -143,24 +167,23 @@ def memory_limit() -> int:
 
 
 def run_worker(descriptor: int) -> int:
-    """Score what arrives until the other end is gone; returns the exit status."""
+    """Do the jobs that arrive until the other end is gone; returns the exit status."""
     connection = Connection(descriptor)
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
     link = Link(connection, on_close=lambda: os._exit(3))
     try:
         sys.path[:] = json.loads(search_path)
-        named, limit = cloudpickle.loads(payload)
+        make, limit = cloudpickle.loads(payload)
         # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        rewards = RewardSet(named)
+        service = make()
     except (Exception, SystemExit) as error:  # a user's file: told to the searcher, which stops the run
         traceback.print_exc()
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
         return 1
-    link.send(Ready(per_sample=rewards.per_sample, is_async=rewards.is_async))
+    link.send(service.greeting)
     while (job := link.receive(timeout_seconds=None)) is not None:
-        outcomes = rewards.score(*job)
-        link.send(Scored(outcomes=outcomes, spent=rewards.out_of_memory))
+        link.send(service(*job))
     return 0
 
 
@@ -255,16 +278,17 @@ def main() -> int:
     wake, waken = os.pipe()
     os.set_blocking(waken, False)
     signal.set_wakeup_fd(waken)
+    # A handler of their own: ignored ones would not be written to the pipe that the guard waits for.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # before the fork: what the worker starts may be orphaned at once
     worker = os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the guard died before the signal of its death was asked for
             return 3
         for stream in (1, 2):
             os.dup2(writing, stream)

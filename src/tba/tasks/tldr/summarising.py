@@ -28,8 +28,8 @@ from tba.generate.contract import Engine
 from tba.models.names import check_named
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, FinishedGroup, Split, TaskInputs
+from tba.tasks.data.prompts import QuestionAnswer, Source, read_splits
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
-from tba.tasks.data.splits import QuestionAnswer, Source, read_splits
 from tba.tasks.evaluation import Distance, TaskEvaluator, greedy, in_parts
 from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.questions import RowsTask
@@ -150,6 +150,7 @@ class SummaryEvaluator(TaskEvaluator):
         sampled, best = (
             self.respond(engine, 1, sampling, between_steps) for sampling in (self.sampling, greedy(self.sampling))
         )
+        # Once for all evaluations: references and gold model never change, and a large one takes minutes.
         if self._reference_gold is None:
             references = [prompt.columns["reference"] for prompt in self.prompts]
             self._reference_gold = scored(self.task.gold_scores, references, [True] * len(references))

@@ -1,20 +1,25 @@
-"""What a script gives a trainer, as files that all processes of a run can read: datasets as JSONL, models as folders,
-rewards as functions that can be sent to workers."""
+"""What a script gives and gets as files. Given, for all processes of a run: datasets as JSONL, models as folders, rewards as
+functions that can be sent to workers. Got: checkpoints by TRL's names, the trained model with its card.
+"""
 
 from __future__ import annotations
 
 import filecmp
 import hashlib
 import json
-import math
+import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tba.config import ConfigError, RewardConfig
+from tba.config import Config, ConfigError, RewardConfig
 from tba.models.names import check_named, check_there, resolve_path
+from tba.observe.files import write_json
+from tba.observe.run_folder import SAVED, RunFolder, saved_names
 
 
 def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
@@ -22,7 +27,6 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
     an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
     if isinstance(dataset, (str, Path)):
         return str(Path(dataset).expanduser())
-    _check_dataset(dataset, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
     try:
@@ -41,7 +45,8 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
-    rows = "rows are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
     for number, row in enumerate(dataset):
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
@@ -58,17 +63,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _check_dataset(dataset: Any, what: str) -> None:
-    """Refuse what is no rows: several datasets, a table by its columns, or nothing that can be gone through."""
-    if isinstance(dataset, Mapping) and "prompt" not in dataset:
-        names = ", ".join(map(str, dataset)) or "nothing"
-        raise ConfigError(f"{what} is a mapping of {names}: give the rows of one dataset, or all rows as one list.")
-    if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
-        raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):  # PyTorch's have the latter alone
-        raise ConfigError(f"{what} is a {type(dataset).__name__}: give a JSONL file, a list of rows or a dataset.")
-
-
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
     """The start model as a path; a model object, or one with a tokenizer of its own, is saved as a folder with both."""
     if isinstance(model, (str, Path)):
@@ -79,8 +73,6 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
         from tba.models.load import load_weights
 
         model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a transformers model.")
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
@@ -99,9 +91,6 @@ def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
         check_named("processing_class", str(tokenizer))
         tokenizer = AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    if not hasattr(tokenizer, "save_pretrained"):
-        kind = type(tokenizer).__name__
-        raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or its folder or hub name.")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -116,8 +105,6 @@ def reward_configs(
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
     if not given:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
-    if weights is not None and not (isinstance(weights, Sequence) and all(map(_is_finite, weights))):
-        raise ConfigError(f"reward_weights={weights!r} is no list of numbers: give one for each of reward_funcs.")
     for name, each in (("reward_weights", weights), ("reward_processing_classes", own)):
         if each is not None and len(each) != len(given):
             raise ConfigError(f"{name} has {len(each)} entries for {len(given)} reward_funcs: give one each.")
@@ -131,10 +118,6 @@ def reward_configs(
         if names.count(name) > 1:  # TRL allows two of one name
             found[index]["name"] = f"{name}-{index}"
     return found
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
@@ -155,11 +138,6 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         return ModelReward(str(folder), None, name=Path(name).name)
     if isinstance(reward, type):
         raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
-    if not callable(reward):
-        raise ConfigError(
-            f"reward_funcs has a {type(reward).__name__}: give functions, `file.py:name`, or reward models by name or as "
-            "objects."
-        )
     return reward
 
 
@@ -227,3 +205,87 @@ def lora_config(peft_config: Any) -> dict[str, Any] | None:
         "alpha": float(peft_config.lora_alpha),
         "targets": "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
     }
+
+
+logger = logging.getLogger("tba")
+
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
+NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
+
+
+def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
+    """Copy what `from_pretrained` loads, and the model's card, to a folder, which may be that of the run."""
+    files = {file for pattern in MODEL_FILES for file in checkpoint.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
+    target.mkdir(parents=True, exist_ok=True)
+    if target.resolve() == run.resolve():
+        list_as_saved(run, *(file.name for file in files))
+    for file in files:
+        shutil.copy2(file, target / file.name)
+
+
+def list_as_saved(run: Path, *names: str) -> None:
+    """List files that a script has written into the run folder, so that `overwrite_output_dir` knows them as the run's."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(run / SAVED, sorted(saved_names(run) | set(names)))
+
+
+def link_checkpoints(run: Path) -> None:
+    """Give the checkpoints of a run TRL's names, checkpoint-N in the run folder itself, as links; those of checkpoints that
+    were dropped go."""
+    for link in run.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for step, path in RunFolder(run).checkpoints_by_step().items():
+        link = run / f"checkpoint-{step}"
+        try:
+            if not link.is_symlink():
+                link.symlink_to(path.relative_to(run))
+        except OSError as error:  # a folder of somebody else's, or a disk without links
+            _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
+
+
+@cache
+def _warn_once(words: str) -> None:
+    logger.warning("%s", words)
+
+
+def model_card(config: Config, summary: Mapping[str, Any]) -> str:
+    """The README of a trained model: from what, on what and how it was trained, and how well it did."""
+    rows = "".join(
+        f"| {name} | {_with_error(summary, 'start', name)} | {_with_error(summary, 'final', name)} |\n"
+        for name in summary.get("final", {})
+    )
+    rewards = ", ".join(reward.label for reward in config.task.rewards)
+    table = f"\n| metric | start | end |\n|---|---|---|\n{rows}" if rows else ""
+    return f"""---
+base_model: {config.model.path}
+library_name: {"peft" if config.model.lora is not None else "transformers"}
+tags: [tba, reinforcement-learning, trajectory-balance]
+---
+
+# {config.run_name}
+
+Trained from `{config.model.path}` with [tba](https://pypi.org/project/tba-rl/) {version("tba-rl")}: objective
+`{config.objective.name}`, {summary["steps"]} optimizer steps of {config.train.responses_per_step} responses,
+rewards {rewards or "of the task"}, seed {config.seed}, {summary["seconds"]:.0f} s.
+{table}
+Evaluated on {summary.get("evaluated", {}).get("num_prompts", 0)} held-out prompts.
+"""
+
+
+def _with_error(summary: Mapping[str, Any], when: str, name: str) -> str:
+    value, error = summary.get(when, {}).get(name), summary.get(f"{when}_standard_error", {}).get(name)
+    if value is None:
+        return ""
+    return f"{value:.3g}" if error is None else f"{value:.3g} +- {error:.2g}"
+
+
+def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Metrics as transformers prints them: those of a part of the summary are `final/reward`, what is no number is text."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, (int, float)) else str(value)
+    return found
