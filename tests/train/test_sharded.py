@@ -258,16 +258,18 @@ def test_a_run_that_may_go_back_keeps_the_whole_start_model_for_its_reference(mo
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("this rank alone has met it")])
-def test_whatever_stops_rank_0_in_the_middle_ends_what_the_ranks_do_together(model_path, ranks, error):
+def test_whatever_stops_rank_0_in_the_middle_ends_what_the_ranks_do_together(model_path, ranks, error, monkeypatch):
     step = make_step(make_config(model_path), ranks)
     assert isinstance(step, ShardedTrainStep)
     try:
-        with pytest.raises(type(error)):
-            step._together(Mock(side_effect=error))
+        with monkeypatch.context() as patched:  # the others are told nothing
+            patched.setattr(ranks, "tell", Mock(side_effect=error))
+            with pytest.raises(type(error)):
+                step.restart_log_z()
         assert ranks.lost
         assert not step.is_finite, "nobody is asked any more"
     finally:
-        ranks.lost = False  # here the others were told nothing
+        ranks.lost = False
 
 
 def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_rank_would_get_none():

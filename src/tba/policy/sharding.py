@@ -37,10 +37,28 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def rows_of_rank(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row of a rank and the one after its last: rows_of_rank(10, 3, 4) == (9, 10)."""
-    each = -(-num_rows // size)
-    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
+def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
+    """A copy of the whole of `tensor`, or of this rank's rows of it, in host memory. `like` is the parameter it belongs to:
+    where that is sharded, all ranks call this at once."""
+    sharded: Any = like
+    if is_sharded(like) and not is_sharded(tensor):
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements = sharded.device_mesh, sharded.placements
+        rows = tensor.to(sharded.device)  # moments may be offloaded
+        tensor = DTensor.from_local(rows, mesh, placements, shape=sharded.shape, stride=sharded.stride())
+    whole: Any = tensor.detach()
+    return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)
+
+
+def own_rows(whole: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a tensor that rank 0 has, spread as the sharded parameter `like` is. All ranks call it at once."""
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    empty = torch.empty(sharded.shape, dtype=dtype, device=sharded.device)
+    given = empty if whole is None else empty.copy_(whole)
+    return distribute_tensor(given, sharded.device_mesh, sharded.placements).to_local()
 
 
 class ShardedForward(nn.Module):

@@ -13,10 +13,10 @@ from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
 from tba.runtime.leases import VisitSource
-from tba.search.loop import FailureCount, GroupScorer, Searcher, SearchState
+from tba.search.loop import GroupScorer, SearchCounts, Searcher
 from tba.search.prompts import PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
-from tba.tasks.base import Rewards, Task
+from tba.tasks.base import Task
 from tba.tasks.rewards.pool import make_rewards
 
 
@@ -50,12 +50,57 @@ def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
     )
 
 
-def make_reference_samples(
-    config: Config, engine: Engine | None, *, between_steps: Callable[[], None] | None = None
-) -> ReferenceSamples | None:
-    if engine is None:
-        return None
-    return ReferenceSamples(engine, config.reference_samples_per_prompt, training_sampling(config), between_steps)
+def make_searcher(
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    *,
+    engine: Engine,
+    reference_engine: Engine | None,
+    counts: SearchCounts,
+    visits: VisitSource,
+    sender: GroupSender,
+    log: Path,
+    between_steps: Callable[[], None] | None = None,
+    index: int = 0,
+    incarnation: str = "0",
+) -> Searcher:
+    """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference; an engine that has
+    the reference also scores. `between_steps` is called while others than the policy's own responses are generated."""
+    sampling, samples, explores = training_sampling(config), config.samples_generated_per_prompt, config.search.explore
+    reference_samples = step_values = None
+    if reference_engine is not None:
+        count = config.reference_samples_per_prompt
+        reference_samples = ReferenceSamples(reference_engine, count, sampling, between_steps)
+    if continuations := make_objective(config).extras.continuations:
+        step_values = StepValues(
+            rewards=make_rewards(task, config, log=log.with_name(f"{log.stem}-values.log")),
+            reward_weights=task.reward_weights,
+            tokenizer=loaded.tokenizer,
+            sampling=sampling,
+            continuations=continuations,
+            cut_off_reward=config.train.cut_off_reward,
+            between_steps=between_steps,
+        )
+    return Searcher(
+        engine=engine,
+        prompts=PromptStream(task.prompts("train"), visits, samples_per_prompt=samples),
+        rewards=make_rewards(task, config, log=log),
+        scorer=GroupScorer(
+            reference=reference_engine or make_scorer(loaded.model, max_length=loaded.context),
+            temperature=config.generate.temperature,
+            counts=counts,
+        ),
+        sender=sender,
+        tokenizer=loaded.tokenizer,
+        explore=lambda request: explore(request, sampling, explores, seed=config.seed),
+        sampling=sampling,
+        samples_per_prompt=samples,
+        step_values=step_values,
+        reference_samples=reference_samples,
+        index=index,
+        incarnation=incarnation,
+    )
 
 
 def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -> Scorer:
@@ -63,72 +108,3 @@ def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -
     if config.reference.reset_every:
         return make_scorer(loaded.model, max_length=loaded.context)
     return searcher.scorer.reference
-
-
-def make_step_values(
-    config: Config,
-    loaded: LoadedModel,
-    task: Task,
-    *,
-    log: Path,
-    between_steps: Callable[[], None] | None = None,
-) -> StepValues | None:
-    """What estimates the values of step prefixes; None unless the objective needs them."""
-    continuations = make_objective(config).extras.continuations
-    if not continuations:
-        return None
-    return StepValues(
-        rewards=make_rewards(task, config, log=log),
-        reward_weights=task.reward_weights,
-        tokenizer=loaded.tokenizer,
-        sampling=training_sampling(config),
-        continuations=continuations,
-        cut_off_reward=config.train.cut_off_reward,
-        between_steps=between_steps,
-    )
-
-
-def make_search_state() -> SearchState:
-    """A searcher before its first visit."""
-    return SearchState(failures=FailureCount())
-
-
-def make_searcher(
-    config: Config,
-    loaded: LoadedModel,
-    task: Task,
-    *,
-    engine: Engine,
-    state: SearchState,
-    visits: VisitSource,
-    rewards: Rewards,
-    sender: GroupSender,
-    reference_engine: Engine | None = None,
-    step_values: StepValues | None = None,
-    reference_samples: ReferenceSamples | None = None,
-    index: int = 0,
-    incarnation: str = "0",
-) -> Searcher:
-    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
-    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
-    sampling = training_sampling(config)
-    return Searcher(
-        engine=engine,
-        prompts=PromptStream(task.prompts("train"), visits, samples_per_prompt=config.samples_generated_per_prompt),
-        rewards=rewards,
-        scorer=GroupScorer(
-            reference=reference,
-            temperature=config.generate.temperature,
-            failures=state.failures,
-        ),
-        sender=sender,
-        tokenizer=loaded.tokenizer,
-        counts=state.counts,
-        explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
-        sampling=sampling,
-        samples_per_prompt=config.samples_generated_per_prompt,
-        step_values=step_values,
-        reference_samples=reference_samples,
-        index=index,
-        incarnation=incarnation,
-    )

@@ -5,8 +5,7 @@ model and of the optimizer, and do what rank 0 tells them (`tell`, `listen`), fo
 What they are told is JSON and tensors, never pickle. Whatever breaks between them ends the trainer with `RankLost`, and the
 supervisor resumes it with new ranks.
 
-Collectives run on the devices by NCCL, or on CPUs by gloo. What rank 0 is told and what it gathers goes through host memory
-by gloo: it is on its way to searchers or to a file.
+Collectives on tensors of the model run on the devices by NCCL, or on CPUs by gloo. Messages go through host memory by gloo.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from safetensors.numpy import save
 from safetensors.torch import load
 from torch import Tensor
 
-from tba.policy.sharding import rows_of_rank
 from tba.train.state import Snapshot, restore, take_snapshot
 
 FOREVER = timedelta(days=3650)
@@ -83,8 +81,6 @@ class ConnectedRanks(Ranks):
         texts = [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist())]
         return [value for text in texts for value in json.loads(text)]
 
-    # What rank 0 wants
-
     def tell(self, what: str, **values: Any) -> None:
         """Have all other ranks do something, which this one then does too."""
         snapshot = take_snapshot({"what": what, "values": values})
@@ -107,53 +103,18 @@ class ConnectedRanks(Ranks):
         told = restore(Snapshot(tree=json.loads(tree), tensors=load(tensors)))
         return told["what"], told["values"]
 
-    # Tensors that are spread over the ranks by rows
-
-    def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """A whole tensor of this shape in the host memory of rank 0, from the rows that each rank has; None elsewhere."""
-        start, end = rows_of_rank(shape[0], 0, self.size)
-        padded = torch.zeros((end - start, *shape[1:]), dtype=part.dtype)  # ranks have the same number in a collective
-        padded[: len(part)] = part.cpu()
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-        with told_as_lost():
-            dist.gather(padded, parts, dst=0)
-        return None if parts is None else torch.cat(parts)[: shape[0]]
-
-    def scatter_(self, part: Tensor, whole: Tensor | None) -> None:
-        """Fill every rank's rows from the whole tensor, which rank 0 has."""
-        sizes = torch.tensor([0 if whole is None else whole.shape[0]])
-        with told_as_lost():
-            dist.broadcast(sizes, src=0)
-            each = -(-int(sizes) // self.size)
-            padded = torch.zeros((each, *part.shape[1:]), dtype=part.dtype)
-            parts = None
-            if whole is not None:
-                rows = [rows_of_rank(len(whole), rank, self.size) for rank in range(self.size)]
-                parts = [torch.zeros_like(padded) for _ in rows]
-                for filled, (start, end) in zip(parts, rows):
-                    filled[: end - start] = whole[start:end]
-            dist.scatter(padded, parts, src=0)
-        part.copy_(padded[: len(part)])
-
 
 @contextmanager
-def told_as_lost() -> Iterator[None]:
-    """Errors of torch.distributed, which speak of sockets, as the loss of a rank."""
+def told_as_lost(*, only_of_sockets: bool = False) -> Iterator[None]:
+    """Errors of torch.distributed, which speak of sockets, as the loss of a rank; inside the model there are others too."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, RankLost):
+        of_a_socket = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, RankLost) or (only_of_sockets and not of_a_socket):
             raise
-        raise RankLost(first_words(error)) from error
-
-
-def is_of_a_socket(error: RuntimeError) -> bool:
-    """Whether a collective inside the model has failed."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def first_words(error: RuntimeError) -> str:
-    return f"a rank of the trainer has ended or does not answer: {str(error).strip().splitlines()[0]}"
+        words = str(error).strip().splitlines()[0]
+        raise RankLost(f"a rank of the trainer has ended or does not answer: {words}") from error
 
 
 @contextmanager

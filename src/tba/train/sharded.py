@@ -8,9 +8,8 @@ wrote it, and a run may go on with another number of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from tba.models.load import has_lora
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.policy.model import PolicyModel
 from tba.policy.packing import pack
-from tba.policy.sharding import is_sharded, local_part
-from tba.train.ranks import ConnectedRanks, RankLost, first_words, is_of_a_socket
+from tba.policy.sharding import is_sharded, local_part, own_rows, whole_tensor
+from tba.train.ranks import ConnectedRanks, told_as_lost
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
@@ -32,13 +30,8 @@ class ShardedTrainStep(TrainStep):
 
     ranks: ConnectedRanks
 
-    def __init__(self, policy: PolicyModel, *arguments: Any, ranks: ConnectedRanks, **options: Any) -> None:
-        """`policy` is sharded already, and the optimizer is over this rank's part of it."""
-        super().__init__(policy, *arguments, ranks=ranks, **options)
-        self._gathering = False
-        """Whether the other ranks are in the middle of giving out their parts."""
-        self._gathered = -1
-        """Version that the weights had when they were last given out."""
+    _gathered = -1
+    """Version that the weights had when they were last given out."""
 
     # What rank 0 is asked for. The others are told of it, and do their part.
 
@@ -69,7 +62,7 @@ class ShardedTrainStep(TrainStep):
 
     @property
     def is_finite(self) -> bool:
-        return not self.ranks.lost and not self._gathering and self._lead("all_finite")
+        return not self.ranks.lost and self._lead("all_finite")
 
     def state(self) -> dict[str, Any]:
         """That of the optimizer, of all ranks."""
@@ -77,49 +70,38 @@ class ShardedTrainStep(TrainStep):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over the state of an optimizer of any number of ranks."""
-        self._lead("take_optimizer_state", own={"state": state})
+        names = {index: sorted(moments) for index, moments in state["moments"].items()}
+        self._lead("take_optimizer_state", own={"state": state}, names=names)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model, in host memory; tied tensors are one."""
         return self._lead("model_state")
 
-    def gathered(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Whole parameters, one after the other. All of them are gathered, also where the caller wants no more."""
-        self._lead("begin_parameters", names=tuple(names))
-        rest, self._gathering = iter(names), True
-        try:
-            for name in rest:
-                yield self._together(partial(self._parameter, name))
-        finally:
-            for name in rest:
-                self._together(partial(self._parameter, name))
-            self._gathering = False
+    def parameter(self, name: str) -> Tensor:
+        """A whole parameter, in host memory."""
+        return self._lead("parameter", name=name)
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
-        self._together(partial(self.ranks.tell, what, **values))
-        return self._together(partial(getattr(self, f"_{what}"), **values, **(own or {})))
-
-    def _together(self, call: Callable[[], Any]) -> Any:
-        """What all ranks do now; where it fails nothing more can be done together."""
         try:
-            return call()
+            with told_as_lost(only_of_sockets=True):
+                self.ranks.tell(what, **values)
+                return getattr(self, f"_{what}")(**values, **(own or {}))
         except NonFiniteLoss:  # all ranks have met it
             raise
-        except BaseException as error:
+        except BaseException:
             # Also what this rank alone has met, or Ctrl-C: the others are left in the middle of what they were told.
             self.ranks.lost = True
-            if isinstance(error, RuntimeError) and not isinstance(error, RankLost) and is_of_a_socket(error):
-                raise RankLost(first_words(error)) from error
             raise
 
     def follow(self, what: str, values: Mapping[str, Any]) -> None:
         """What rank 0 has told this one."""
-        with suppress(NonFiniteLoss):  # rank 0 has met it too, and decides what becomes of the run
+        # All ranks meet a loss that is not finite, and rank 0 decides what becomes of the run.
+        with suppress(NonFiniteLoss), told_as_lost(only_of_sockets=True):
             getattr(self, f"_{what}")(**values)
         self.moved = False
 
-    # What every rank does
+    # What every rank does. Tensors that are gathered or spread are the same on all ranks, and in the same order.
 
     def _gradients(self, batch: Batch, log_z_start: float | None, beta: float) -> StepResult:
         log_z = self.policy.log_z
@@ -146,10 +128,8 @@ class ShardedTrainStep(TrainStep):
         trained = {name: found for name, found in self.policy.model.named_parameters() if found.requires_grad}
         before = {name: local_part(parameter).clone() for name, parameter in trained.items()}
         for name, parameter in trained.items():
-            part = local_part(parameter)
-            rows = torch.empty_like(part, device="cpu")
-            self.ranks.scatter_(rows, None if tensors is None else tensors[name].to(rows.dtype))
-            part.copy_(rows)
+            whole = None if tensors is None else tensors[name]
+            local_part(parameter).copy_(own_rows(whole, parameter, parameter.dtype))
         canary = self._own_canary()
         for name, parameter in trained.items():
             local_part(parameter).copy_(before[name])
@@ -159,34 +139,26 @@ class ShardedTrainStep(TrainStep):
         parts = [local_part(parameter) for parameter in self.policy.model.parameters()]
         return float(self.ranks.sum_(torch.tensor(float(sum(int((~p.isfinite()).sum()) for p in parts))))) == 0.0
 
-    def _begin_parameters(self, names: Sequence[str]) -> None:
-        if self.ranks.rank > 0:  # rank 0 gathers each when it is wanted
-            for name in names:
-                self._parameter(name)
-
-    def _parameter(self, name: str) -> Tensor | None:
-        return self._whole(self.policy.model.get_parameter(name))
+    def _parameter(self, name: str) -> Tensor:
+        parameter = self.policy.model.get_parameter(name)
+        return whole_tensor(parameter, parameter)
 
     def _model_state(self) -> dict[str, Tensor]:
-        found: dict[int, Tensor | None] = {}
+        found: dict[int, Tensor] = {}
         tensors = self.policy.model.state_dict(keep_vars=True)
         if has_lora(self.policy.model):
             tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         for tensor in tensors.values():
             if id(tensor) not in found:
-                found[id(tensor)] = self._whole(tensor)
-        whole = {name: found[id(tensor)] for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in whole.items() if tensor is not None}
+                found[id(tensor)] = self._kept(whole_tensor(tensor, tensor))
+        return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        state = self.optimizer.state()
-        shapes = [parameter.shape for parameter in self.optimizer.parameters]
-        spread = [is_sharded(parameter) for parameter in self.optimizer.parameters]
+        state, parameters = self.optimizer.state(), self.optimizer.parameters
 
-        def whole(index: int, tensor: Tensor) -> Tensor | None:
-            if not spread[index] or tensor.ndim == 0:  # a head's, or the number of steps
-                return tensor.detach().to("cpu", copy=True)
-            return self.ranks.gather(tensor, shapes[index])
+        def whole(index: int, tensor: Tensor) -> Tensor:
+            like = tensor if tensor.ndim == 0 else parameters[index]  # the number of steps is the same everywhere
+            return self._kept(whole_tensor(tensor, like))
 
         masters = [whole(index, master) for index, master in enumerate(state["masters"])]
         moments = {
@@ -195,56 +167,43 @@ class ShardedTrainStep(TrainStep):
         }
         return {"masters": masters, "moments": moments}
 
+    def _kept(self, whole: Tensor) -> Tensor:
+        """What is gathered is of use on rank 0 alone: the others would need the memory of all of it."""
+        return whole if self.ranks.rank == 0 else whole.new_empty(0)
+
     @torch.no_grad()
-    def _take_optimizer_state(self, state: Mapping[str, Any] | None = None) -> None:
-        """Every rank takes its rows of what rank 0 has."""
-        moments = {} if state is None else state["moments"]
-        known = self.ranks.concatenated([{str(index): sorted(found) for index, found in moments.items()}])[0]
-        parameters, masters = self.optimizer.parameters, self.optimizer.masters
+    def _take_optimizer_state(self, names: Mapping[int, list[str]], state: Mapping[str, Any] | None = None) -> None:
+        """Every rank takes its rows of what rank 0 has. `names` are those of each parameter's moments."""
+        masters, parameters = self.optimizer.masters, self.optimizer.parameters
 
-        def own_rows(index: int, whole: Tensor | None) -> Tensor:
-            master = masters[index]
-            rows = torch.empty_like(master, device="cpu")
-            if is_sharded(parameters[index]):
-                self.ranks.scatter_(rows, whole)
-            else:
-                rows.copy_(whole) if whole is not None else rows.zero_()
-                self.ranks.sum_(rows)
-            return rows
+        def own(index: int, whole: Tensor | None, shape: torch.Size) -> Tensor:
+            if shape and is_sharded(parameters[index]):
+                return own_rows(whole, parameters[index], torch.float32).cpu()
+            # Of a head, or the number of steps: the sum over ranks of which one alone has it.
+            return self.ranks.sum_(torch.zeros(shape) if whole is None else whole.cpu().clone())
 
-        def number(whole: Tensor | None) -> Tensor:
-            return self.ranks.sum_(torch.zeros(()) if whole is None else whole.clone().float().cpu())
-
-        own: dict[str, Any] = {"masters": [], "moments": {}}
-        for index in range(len(masters)):
-            own["masters"].append(own_rows(index, None if state is None else state["masters"][index]))
-        for text, names in known.items():
-            index = int(text)
-            whole = moments.get(index, {})
-            own["moments"][index] = {
-                name: number(whole.get(name)) if name == "step" else own_rows(index, whole.get(name)) for name in names
-            }
-        self.optimizer.load_state(own)
-
-    def _whole(self, tensor: Tensor) -> Tensor | None:
-        if not is_sharded(tensor):
-            return tensor.detach().to("cpu", copy=True)
-        return self.ranks.gather(local_part(tensor), tensor.shape)
+        taken: dict[str, Any] = {"masters": [], "moments": {}}
+        for index, master in enumerate(masters):
+            given = None if state is None else state["masters"][index]
+            taken["masters"].append(own(index, given, master.shape))
+        for index, of_parameter in names.items():
+            taken["moments"][index] = {}
+            for name in of_parameter:
+                given = None if state is None else state["moments"][index][name]
+                shape = torch.Size() if name == "step" else masters[index].shape
+                taken["moments"][index][name] = own(index, given, shape)
+        self.optimizer.load_state(taken)
 
 
 class GatheredTensors(Mapping[str, Tensor]):
-    """The parameters that train, by name, each gathered when it is looked at, and then whole on rank 0 alone."""
+    """The parameters that train, by name, each gathered when it is looked at: a whole model need not fit on rank 0."""
 
     def __init__(self, step: ShardedTrainStep) -> None:
         self._step = step
         self._names = [name for name, found in step.policy.model.named_parameters() if found.requires_grad]
 
     def __getitem__(self, name: str) -> Tensor:
-        return next(self._step.gathered([name]))
-
-    def items(self) -> Any:
-        """Pairs of name and tensor, for which the ranks are told once."""
-        return zip(self._names, self._step.gathered(self._names))
+        return self._step.parameter(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
