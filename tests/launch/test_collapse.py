@@ -67,7 +67,7 @@ def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
 
     (kept,) = run.checkpoints.iterdir()
     assert kept == run.path / collapse["checkpoint"] == run.newest_checkpoint()
-    step = int(kept.name.removeprefix("healthy-step-"))
+    step = int(kept.name.removeprefix("step-"))
     assert step < collapse["since"] <= step + 10 + 1
     AutoModelForCausalLM.from_pretrained(kept)
     assert json.loads((kept / "trainer.json").read_text())["step"] == step

@@ -174,12 +174,21 @@ def test_the_last_ones_stay_and_the_pinned_one(checkpoints):
     assert sorted(checkpoints.by_step()) == [2, 4, 5]
 
 
-def test_a_healthy_checkpoint_of_the_same_step_shares_the_files(checkpoints):
-    checkpoints.save(1)
-    checkpoints.save_healthy(1)
-    regular, healthy = checkpoints.by_step()[1], checkpoints.by_step("healthy-step-")[1]
-    check_manifest(healthy)
-    assert (regular / "optimizer.safetensors").samefile(healthy / "optimizer.safetensors")
+def test_those_that_the_guard_holds_stay_and_do_not_count(checkpoints):
+    for step in (1, 2, 3, 4, 5, 6):
+        if step in (1, 3):
+            checkpoints.held.add(step)
+        if step != 3:
+            checkpoints.save(step)  # 1 is a regular one too
+        checkpoints.save_held(step) if step in (1, 3) else None
+    assert sorted(checkpoints.by_step()) == [1, 3, 5, 6]
+    checkpoints.load(checkpoints.by_step()[3])
+    assert (checkpoints.held, checkpoints.extra) == ({1, 3}, {3})
+    checkpoints.release(3)
+    checkpoints.release(1)
+    assert sorted(checkpoints.by_step()) == [1, 5, 6]
+    checkpoints.save(7)
+    assert sorted(checkpoints.by_step()) == [6, 7]
 
 
 def test_the_best_that_a_checkpoint_knows_stays_as_long_as_that_checkpoint_is_the_newest(checkpoints):

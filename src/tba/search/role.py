@@ -234,10 +234,6 @@ def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, lo
     """The target of a searcher's process: load the model and search until this searcher is stopped."""
     stock = STEPS_AT_HAND * prompts_per_searcher(config)
     local = SearcherEnds(link, ends, config.runtime, index=index, stock=stock, note=acknowledged_log())
-    search(local, config=config, index=index, incarnation=incarnation, logs=logs)
-
-
-def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, logs: Path) -> None:
     use_cpu(threads_of(config).searcher)
     own = config.for_searcher(index)  # evaluations and the pace go by the run's own config
     if must_hide(config):  # the device has another name in this process
@@ -246,7 +242,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
     loaded = load_model(own.model)
     task = make_task_for(own, loaded)
     try:
-        engine = make_search_engine(own, loaded, beside_trainer=ends.weights.on_gpu)
+        engine = make_search_engine(own, loaded, beside_trainer=local.weights.on_gpu)
         reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
@@ -259,10 +255,10 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         engine=engine,
         reference_engine=reference_engine,
         counts=counts,
-        visits=ends.visits,
-        sender=ends,
+        visits=local.visits,
+        sender=local,
         log=logs / f"rewards-{index}.log",
-        between_steps=partial(show_work, ends.row, engine, counts),
+        between_steps=partial(show_work, local.row, engine, counts),
         index=index,
         incarnation=incarnation,
     )
@@ -284,9 +280,9 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             return make_evaluator(config, loaded, task, rewards, start=start_scorer)
 
         role = SearcherRole(
-            ends=ends,
+            ends=local,
             searcher=searcher,
-            loader=WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl")),
+            loader=WeightLoader(local, engine, report=partial(local.row.__setitem__, "mismatch_kl")),
             make_evaluator=evaluator,
             first_groups=prompts_per_searcher(config),
         )

@@ -105,12 +105,14 @@ class StepValues:
 
     def _mean(self, completions: Sequence[Completion], outcomes: Sequence[Outcome]) -> float:
         """As `tba.train.batch.combine` rewards responses: what is compared must be of one kind."""
-        rewards = []
+        rewards: list[float] = []
         for completion, components in zip(completions, map(components_of, outcomes)):
             if components is None:
                 continue
-            is_cut_off = self.cut_off_reward is not None and completion.finish == "length"
-            rewards.append(self.cut_off_reward if is_cut_off else combined_reward(components, self.reward_weights))
+            if self.cut_off_reward is not None and completion.finish == "length":
+                rewards.append(self.cut_off_reward)
+            else:
+                rewards.append(combined_reward(components, self.reward_weights))
         return float(np.mean(rewards)) if rewards else float("nan")
 
 

@@ -107,15 +107,16 @@ class CollapseGuard:
         self._streaks: dict[str, Streak] = {}
         """Streaks of the rules that are broken now, by rule."""
         self._quiet = 0
-        self._alarm: Alarm | None = None
+        self.alarm: Alarm | None = None
+        """The one that lasts; None = healthy."""
 
     @property
     def suspects(self) -> bool:
         """Whether a rule is broken now or an alarm lasts; the weights are then not saved as healthy."""
-        return bool(self._streaks) or self._alarm is not None
+        return bool(self._streaks) or self.alarm is not None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """Take a step's metrics. Returns the alarm that lasts after it, the same object while it does; None = healthy."""
+        """Take a step's metrics. Returns the alarm that lasts after it, the same object while it does."""
         values = {name: metrics[name] for name in WATCHED if math.isfinite(metrics.get(name, math.nan))}
         if len(values) == len(WATCHED):  # a step without responses says nothing
             self._recent.append((step, values))
@@ -123,7 +124,7 @@ class CollapseGuard:
             self._judge(step, self._breaches())
             if left is not None and not self.suspects:
                 self._past.append(left[1])
-        return self._alarm
+        return self.alarm
 
     def _breaches(self) -> list[Breach]:
         if len(self._past) < FIRST_PAST:
@@ -137,11 +138,11 @@ class CollapseGuard:
         first = self._recent[0][0]
         self._streaks = {breach.rule: self._streaks.get(breach.rule, Streak(first)).longer() for breach in breaches}
         self._quiet = 0 if breaches else self._quiet + 1
-        if self._alarm is None:
+        if self.alarm is None:
             lasting = [breach for breach in breaches if self._streaks[breach.rule].batches >= PERSISTENCE]
-            self._alarm = self._raise(step, lasting[0]) if lasting else None
+            self.alarm = self._raise(step, lasting[0]) if lasting else None
         elif self._quiet >= RECOVERY:
-            self._alarm = None
+            self.alarm = None
 
     def _raise(self, step: int, breach: Breach) -> Alarm:
         since = self._streaks[breach.rule].since

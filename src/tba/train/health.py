@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,41 +34,36 @@ class Health:
     recorder: Recorder
     checkpoints: Checkpoints
     guard: CollapseGuard = field(default_factory=CollapseGuard)
-    alarm: Alarm | None = field(default=None, init=False)
-    """The one that lasts."""
-    _saved: list[int] = field(default_factory=list, init=False)
-    """Steps of the healthy checkpoints on disk."""
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """The one that lasts."""
+        return self.guard.alarm
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm."""
         # The same groups again are no news: their noise from step to step looks far too small.
         if (step - 1) % self.config.steps_per_batch == 0:
-            self._heed(step, self.guard.step(step, metrics))
+            self._heed(step, self.guard.alarm, self.guard.step(step, metrics))
         self._drop_outlived(step)
         if self.recorder.progress >= 1.0:
             self.finish()
+        elif self._is_due(step) and not self.guard.suspects and self.checkpoints.keep > 0:
+            self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
-        if (
-            self._is_due(step)
-            and self.recorder.progress < 1.0
-            and not self.guard.suspects
-            and self.checkpoints.keep > 0
-        ):
-            self.checkpoints.save_healthy(step)
-            self._saved.append(step)
+        if step in self.checkpoints.held:
+            self.checkpoints.save_held(step)
 
     def state(self) -> dict[str, Any]:
-        return {"guard": self.guard, "alarm": self.alarm}
+        return {"guard": self.guard}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with the guard's history and the healthy checkpoints that are on disk."""
-        self.guard, self.alarm = state["guard"], state["alarm"]
-        self._saved = sorted(self.checkpoints.by_step("healthy-step-"))
+        self.guard = state["guard"]
 
     @property
     def rolls_back(self) -> bool:
@@ -99,17 +93,16 @@ class Health:
     def finish(self) -> None:
         """The last step is made: a run without a collapse needs no healthy checkpoint any more."""
         if self.recorder.collapse is None:
-            self._drop(self._saved)
+            self._release(self.checkpoints.held)
 
     def _is_due(self, step: int) -> bool:
         """After each tenth of the run, but LEAST_EVERY steps at least."""
         train = self.config.train
         if train.max_seconds is not None or train.max_steps is None:
-            return self.recorder.passed_tenth and step - max(self._saved, default=0) >= LEAST_EVERY
+            return self.recorder.passed_tenth and step - max(self.checkpoints.held, default=0) >= LEAST_EVERY
         return step % max(LEAST_EVERY, train.max_steps // 10) == 0
 
-    def _heed(self, step: int, alarm: Alarm | None) -> None:
-        before, self.alarm = self.alarm, alarm
+    def _heed(self, step: int, before: Alarm | None, alarm: Alarm | None) -> None:
         if alarm is not None and alarm is not before:
             kept = self._keep_from_before(alarm.since)
             path = None if kept is None else str(kept.relative_to(self.recorder.folder.path))
@@ -123,14 +116,13 @@ class Health:
     def _keep_from_before(self, since: int) -> Path | None:
         """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none. A run
         that goes back may need an older one too, when it collapses again."""
-        regular = self.checkpoints.by_step()
-        newest = self._newest({*self._saved, *regular}, since)
-        kept = newest if newest not in regular else None
-        self._drop([saved for saved in self._saved if saved != kept and not (self._goes_back and saved < since)])
-        if newest in regular or newest < 0:
+        on_disk = self.checkpoints.by_step()
+        newest = self._newest(on_disk, since)
+        older = {step for step in self.checkpoints.held if self._goes_back and step < since}
+        self._release(self.checkpoints.held - older - {newest})
+        if newest not in self.checkpoints.extra:
             self.checkpoints.pinned = newest if newest >= 0 else None
-            return regular.get(newest)
-        return self.checkpoints.by_step("healthy-step-").get(newest)
+        return on_disk.get(newest)
 
     def _newest(self, steps: Iterable[int], since: int) -> int:
         """The newest step before `since`, -1 = none. To go back to, one is better whose last batches are all from before,
@@ -157,14 +149,11 @@ class Health:
 
     def _drop_outlived(self, step: int) -> None:
         """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
-        if self.guard.suspects:
-            return
-        proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
-        proven = [saved for saved in self._saved if saved + proven_after <= step]
-        self._drop(proven[:-1])
+        if not self.guard.suspects:
+            proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
+            proven = sorted(saved for saved in self.checkpoints.held if saved + proven_after <= step)
+            self._release(proven[:-1])
 
-    def _drop(self, steps: list[int]) -> None:
-        for step in list(steps):
-            self._saved.remove(step)
-            with suppress(FileNotFoundError):  # a user may tidy up too
-                self.checkpoints.drop_healthy(step)
+    def _release(self, steps: Iterable[int]) -> None:
+        for step in sorted(steps):
+            self.checkpoints.release(step)

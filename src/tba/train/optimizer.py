@@ -141,15 +141,13 @@ class MasterAdamW:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state(self) -> dict[str, Any]:
-        """Tensors and numbers of the optimizer, for a checkpoint."""
+    def state(self) -> dict[str, Tensor]:
+        """{"master.0": weights, "adam.0.exp_avg": moments, "adam.0.step": count, ...}, for a checkpoint."""
         self._settle()
-        moments = {
-            index: dict(self.adam.state[master])
-            for index, master in enumerate(self.masters)
-            if master in self.adam.state
-        }
-        return {"masters": [master.detach() for master in self.masters], "moments": moments}
+        found = {f"master.{index}": master.detach() for index, master in enumerate(self.masters)}
+        for index, master in enumerate(self.masters):
+            found |= {f"adam.{index}.{name}": value for name, value in self.adam.state.get(master, {}).items()}
+        return found
 
     def _settle(self) -> None:
         """Wait until Adam's state is that after all steps so far."""
@@ -157,16 +155,19 @@ class MasterAdamW:
             self.adam.settle()
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over master weights, which the model then holds too, and Adam's moments of those that have any."""
-        for part, master, saved in zip(self._parts, self.masters, state["masters"], strict=True):
-            master.copy_(saved)
+        for index, (part, master) in enumerate(zip(self._parts, self.masters)):
+            master.copy_(state[f"master.{index}"])
             if part.dtype != torch.float32:
                 part.copy_(master)
         self._settle()
         self.adam.state.clear()
-        for index, moments in state["moments"].items():
-            master = self.masters[index]
+        for index, master in enumerate(self.masters):
+            start = f"adam.{index}."
+            moments = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+            if not moments:
+                continue
             if isinstance(self.adam, OffloadedAdamW):
                 self.adam.take(master, moments)
             else:

@@ -64,14 +64,14 @@ class ShardedTrainStep(TrainStep):
     def is_finite(self) -> bool:
         return not self.ranks.lost and self._lead("all_finite")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """That of the optimizer, of all ranks."""
         return self._lead("optimizer_state")
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over the state of an optimizer of any number of ranks."""
-        names = {index: sorted(moments) for index, moments in state["moments"].items()}
-        self._lead("take_optimizer_state", own={"state": state}, names=names)
+        shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        self._lead("take_optimizer_state", own={"state": state}, shapes=shapes)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model, in host memory; tied tensors are one."""
@@ -153,46 +153,33 @@ class ShardedTrainStep(TrainStep):
                 found[id(tensor)] = self._kept(whole_tensor(tensor, tensor))
         return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        state, parameters = self.optimizer.state(), self.optimizer.parameters
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self.optimizer.state().items():
+            # The number of steps is the same everywhere; heads are whole on every rank.
+            like = tensor if tensor.ndim == 0 else self._parameter_of(name)
+            found[name] = self._kept(whole_tensor(tensor, like))
+        return found
 
-        def whole(index: int, tensor: Tensor) -> Tensor:
-            like = tensor if tensor.ndim == 0 else parameters[index]  # the number of steps is the same everywhere
-            return self._kept(whole_tensor(tensor, like))
-
-        masters = [whole(index, master) for index, master in enumerate(state["masters"])]
-        moments = {
-            index: {name: whole(index, value) for name, value in found.items()}
-            for index, found in state["moments"].items()
-        }
-        return {"masters": masters, "moments": moments}
+    def _parameter_of(self, name: str) -> Tensor:
+        """The parameter that `adam.3.exp_avg` belongs to."""
+        return self.optimizer.parameters[int(name.split(".")[1])]
 
     def _kept(self, whole: Tensor) -> Tensor:
         """What is gathered is of use on rank 0 alone: the others would need the memory of all of it."""
         return whole if self.ranks.rank == 0 else whole.new_empty(0)
 
     @torch.no_grad()
-    def _take_optimizer_state(self, names: Mapping[int, list[str]], state: Mapping[str, Any] | None = None) -> None:
-        """Every rank takes its rows of what rank 0 has. `names` are those of each parameter's moments."""
-        masters, parameters = self.optimizer.masters, self.optimizer.parameters
-
-        def own(index: int, whole: Tensor | None, shape: torch.Size) -> Tensor:
-            if shape and is_sharded(parameters[index]):
-                return own_rows(whole, parameters[index], torch.float32).cpu()
-            # Of a head, or the number of steps: the sum over ranks of which one alone has it.
-            return self.ranks.sum_(torch.zeros(shape) if whole is None else whole.cpu().clone())
-
-        taken: dict[str, Any] = {"masters": [], "moments": {}}
-        for index, master in enumerate(masters):
-            given = None if state is None else state["masters"][index]
-            taken["masters"].append(own(index, given, master.shape))
-        for index, of_parameter in names.items():
-            taken["moments"][index] = {}
-            for name in of_parameter:
-                given = None if state is None else state["moments"][index][name]
-                shape = torch.Size() if name == "step" else masters[index].shape
-                taken["moments"][index][name] = own(index, given, shape)
-        self.optimizer.load_state(taken)
+    def _take_optimizer_state(self, shapes: Mapping[str, list[int]], state: Mapping[str, Tensor] | None = None) -> None:
+        """Every rank takes its rows of what rank 0 has."""
+        own: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            parameter, whole = self._parameter_of(name), None if state is None else state[name]
+            if shape and is_sharded(parameter):
+                own[name] = own_rows(whole, parameter, torch.float32).cpu()
+            else:  # of a head, or the number of steps: the sum over ranks of which rank 0 alone has it
+                own[name] = self.ranks.sum_(torch.zeros(shape) if whole is None else whole.cpu().clone())
+        self.optimizer.load_state(own)
 
 
 class GatheredTensors(Mapping[str, Tensor]):
