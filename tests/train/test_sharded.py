@@ -19,13 +19,13 @@ from tba.config import Config
 from tba.launch.ranks import ranks_of
 from tba.models.load import adapt, load_model
 from tba.observe.run_folder import RunFolder
+from tba.policy.sharding import ALONE, Ranks
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import LocalWeights
 from tba.train.batch import Budget, deal_prompts, deal_responses
 from tba.train.checkpoint import Checkpoints
 from tba.train.make import Learner, make_references, make_train_step
-from tba.train.ranks import ALONE, ConnectedRanks, Ranks, connected
-from tba.train.sharded import ShardedTrainStep
+from tba.train.sharded import ConnectedRanks, ShardedTrainStep, connected
 from tba.train.step import NonFiniteLoss, TrainStep
 
 pytestmark = pytest.mark.slow

@@ -54,7 +54,7 @@ from tba.tasks.evaluation import AnswerEvaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed
-from tba.train.ranks import RankLost, Ranks
+from tba.train.sharded import RankLost, Ranks
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")

@@ -10,7 +10,7 @@ Every layer is a group of parameters that is gathered when it computes and let g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 
 Compute = Callable[..., tuple[Any, ...]]
 """A forward pass: it returns tensors, or None in the place of one."""
+
+
+class Ranks:
+    """This process among the ranks of a trainer. `Ranks()` is a trainer of one process, for which all of this is nothing."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over all ranks, in place."""
+        return tensor
+
+    def concatenated(self, values: Sequence[Any]) -> list[Any]:
+        """The values of all ranks, plain data, one rank after the other."""
+        return list(values)
+
+
+ALONE = Ranks()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.policy.model import PolicyModel, make_critic, make_log_z
+from tba.policy.sharding import ALONE, Ranks
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
@@ -28,9 +29,8 @@ from tba.train.learning_rate import LearningRate
 from tba.train.loop import Trainer
 from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import MasterAdamW
-from tba.train.ranks import ALONE, ConnectedRanks, Ranks
 from tba.train.reference import Beta, ReferenceResets, on_cpu
-from tba.train.sharded import ShardedTrainStep
+from tba.train.sharded import ConnectedRanks, ShardedTrainStep
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
 from tba.train.updates import Updates

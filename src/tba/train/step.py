@@ -29,6 +29,7 @@ from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
 from tba.policy.model import PolicyModel
+from tba.policy.sharding import ALONE, Ranks
 from tba.runtime.workers import Workers
 from tba.train.batch import (
     Budget,
@@ -40,7 +41,6 @@ from tba.train.batch import (
     without_rounding,
 )
 from tba.train.optimizer import MasterAdamW
-from tba.train.ranks import ALONE, Ranks
 from tba.types import Batch, Forward, Loss, Weights
 
 MEASURED_RESPONSES = 32
