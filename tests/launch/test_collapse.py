@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from tba.launch import evaluate_model, train
 from tba.observe.run_folder import RunFolder
 from tba.replay.database import load_groups
-from tba.train.collapse_guard import Alarm, CollapseGuard
-from tba.train.health import Collapsed
+from tba.train.health import Alarm, Collapsed, CollapseGuard
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tba.config import TrainConfig
 from tba.observe.files import OutputLost
 from tba.observe.run_folder import RunFolder
 from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
-from tba.train.collapse_guard import CollapseGuard
+from tba.train.health import CollapseGuard
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import restore, take_snapshot
 
@@ -240,7 +240,9 @@ def test_a_restored_guard_raises_the_alarm_at_the_same_step():
     guard = CollapseGuard()
     for step in range(60):
         guard.step(step, well)
-    guards = [guard, restore(take_snapshot(guard))]
+    restored = CollapseGuard()
+    restored.load_state(restore(take_snapshot(guard.state())))
+    guards = [guard, restored]
     for step in range(60, 90):
         first, second = (found.step(step, well | {"completions/mean_length": 4.0}) for found in guards)
         assert first == second

@@ -21,13 +21,12 @@ from torch import Tensor
 from tba.observe.display import Stability
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.replay.sampling import DrawWithoutReplacement, PromptDraws
-from tba.train.collapse_guard import Alarm, CollapseGuard, Streak
 from tba.types import Batch, HighWaterMarks, Totals, Weights
 
 SAVED: tuple[type, ...] = (
     *(PromptDraws, DrawWithoutReplacement),
     *(Batch, Totals, Weights, HighWaterMarks),
-    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses, BetaWatch, RewardSignal),
+    *(Stability, MismatchWatch, LostResponses, BetaWatch, RewardSignal),
 )
 """Classes whose objects may be part of a state. Nothing else is built when a state is read."""
 CLASSES = {kind.__name__: kind for kind in SAVED}
