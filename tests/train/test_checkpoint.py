@@ -175,12 +175,14 @@ def test_the_last_ones_stay_and_the_pinned_one(checkpoints):
 
 
 def test_those_that_the_guard_holds_stay_and_do_not_count(checkpoints):
-    for step in (1, 2, 3, 4, 5, 6):
-        if step in (1, 3):
-            checkpoints.held.add(step)
-        if step != 3:
-            checkpoints.save(step)  # 1 is a regular one too
-        checkpoints.save_held(step) if step in (1, 3) else None
+    checkpoints.held.add(1)
+    checkpoints.save(1)
+    checkpoints.save_held(1)  # it is there, and counts
+    checkpoints.save(2)
+    checkpoints.held.add(3)
+    checkpoints.save_held(3)
+    for step in (4, 5, 6):
+        checkpoints.save(step)
     assert sorted(checkpoints.by_step()) == [1, 3, 5, 6]
     checkpoints.load(checkpoints.by_step()[3])
     assert (checkpoints.held, checkpoints.extra) == ({1, 3}, {3})

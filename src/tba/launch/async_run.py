@@ -123,7 +123,7 @@ class AsyncRun:
             trainer = make_trainer(
                 config,
                 loaded,
-                task,
+                task.reward_weights,
                 learner,
                 runtime,
                 runtime,

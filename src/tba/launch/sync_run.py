@@ -92,7 +92,7 @@ class SyncRun:
         trainer = make_trainer(
             config,
             loaded,
-            task,
+            task.reward_weights,
             make_learner(config, loaded),
             groups,
             lagged or LocalWeights(engine.load),

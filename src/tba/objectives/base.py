@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -87,8 +87,13 @@ class Objective(Section):
 
     @classmethod
     def make(cls, config: Config) -> Self:
-        """From objective.*; override it where a setting follows from another section."""
-        return cls.model_validate(config.objective.settings)
+        """From objective.*; override it where a combination of them is refused."""
+        return cls.model_validate({**cls.settings_from(config), **config.objective.settings})
+
+    @classmethod
+    def settings_from(cls, config: Config) -> dict[str, Any]:
+        """Settings that follow from other sections, where they are not given."""
+        return {}
 
     @classmethod
     def beta_where_unset(cls, max_new_tokens: int) -> float:

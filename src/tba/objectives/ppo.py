@@ -180,7 +180,7 @@ class VinePPO(Objective):
         advantage_N = whiten(step_advantages(batch), kept_N)
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
-        value = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N)).sum() / tokens
+        value = _sum(surrogate_N, kept_N) / tokens
         if beta > 0.0:
             kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=LARGEST_K3))
             value = value + beta * mean_over_responses(kl_PK, batch)

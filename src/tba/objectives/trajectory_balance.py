@@ -17,12 +17,11 @@ Axes: P prompts, K responses per prompt, N tokens of all responses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
 from tba.config import Config
 from tba.objectives.base import (
@@ -269,8 +268,8 @@ class TBAPrime(Objective):
     default_reset_every: ClassVar[int] = 50
 
     @classmethod
-    def make(cls, config: Config) -> Self:
-        return cls.model_validate({"normal_length": config.generate.max_new_tokens} | config.objective.settings)
+    def settings_from(cls, config: Config) -> dict[str, Any]:
+        return {"normal_length": config.generate.max_new_tokens}
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None

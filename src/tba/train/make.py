@@ -19,7 +19,6 @@ from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.runtime.threads import workers_of
-from tba.tasks.base import Task
 from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
@@ -88,7 +87,7 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
 def make_trainer(
     config: Config,
     loaded: LoadedModel,
-    task: Task,
+    reward_weights: Mapping[str, float],
     learner: Learner,
     receiver: GroupReceiver,
     publisher: WeightPublisher,
@@ -128,8 +127,8 @@ def make_trainer(
         config.replay,
         fresh_steps=config.fresh_steps,
         seed=config.seed,
-        reward_names=tuple(task.reward_weights),
-        reward_weights=tuple(task.reward_weights.values()),
+        reward_names=tuple(reward_weights),
+        reward_weights=tuple(reward_weights.values()),
         step_values=train_step.objective.extras.continuations > 0,
         truncated_reward=config.train.cut_off_reward,
         uses_per_group=config.uses_per_group,
@@ -148,14 +147,14 @@ def make_trainer(
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
-        reward_weights=task.reward_weights,
+        reward_weights=reward_weights,
         checkpoints=checkpoints,
         rate=rate,
         beta=beta,
         updates=Updates(config, train_step, rate, beta, recorder.folder.path, recorder.clock),
         ledger=ledger,
         counts=counts,
-        durable=make_store(config, recorder.folder, reward_weights=task.reward_weights, row=row),
+        durable=make_store(config, recorder.folder, reward_weights=reward_weights, row=row),
         gate=gate,
         restart_searchers=restart_searchers,
         probe=probe,
