@@ -116,10 +116,6 @@ def test_losses_weights_and_canary_are_those_of_one_rank_for_ten_steps(model_pat
     assert_same_weights(whole(alone), whole(several))
     canary = several.canary(several.weights(version=10))
     np.testing.assert_allclose(canary, alone.canary(alone.weights(version=10)), atol=1e-4)
-    # Also of weights that the ranks do not have: a resumed run publishes the reference of the past.
-    past = make_step(config)
-    np.testing.assert_allclose(several.canary(past.weights(version=3)), past.canary(past.weights(version=3)), atol=1e-5)
-    np.testing.assert_array_equal(several.canary(several.weights(version=10)), canary)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from tba.objectives.base import (
     Coupling,
-    Extras,
     Needs,
     Objective,
     clipped_surrogate,
@@ -55,15 +54,12 @@ class PPO(Objective):
     """Discount of rewards and values, per token."""
     gae_lambda: ClassVar[float] = 0.95
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
+    has_critic: ClassVar[bool] = True
     value_coefficient: ClassVar[float] = 0.1
     """Weight c of the value loss."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(critic=True)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.values_N is not None
@@ -170,10 +166,6 @@ class VinePPO(Objective):
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(continuations=self.continuations)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)

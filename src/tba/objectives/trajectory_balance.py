@@ -26,7 +26,6 @@ from torch import Tensor
 from tba.config import Config
 from tba.objectives.base import (
     Coupling,
-    Extras,
     Needs,
     Objective,
     centred,
@@ -132,7 +131,8 @@ class LearnedLogZ(Objective):
     GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate, and again after every reference reset, and
     has its own learning rate."""
 
-    log_z_learning_rate: ClassVar[float] = 0.5
+    has_log_z: ClassVar[bool] = True
+    heads_learning_rate: ClassVar[float | None] = 0.5
     """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
     prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
     `tba.policy.model.LogZ`. log Z has to follow r / beta: this does where the mean reward rises by no more than beta per
@@ -141,10 +141,6 @@ class LearnedLogZ(Objective):
     default_coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
     default_beta: ClassVar[float] = 0.05
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(log_z=True, heads_learning_rate=self.log_z_learning_rate)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None

@@ -69,12 +69,13 @@ def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
     return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)
 
 
-def own_rows(whole: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a tensor that rank 0 has, spread as the sharded parameter `like` is. All ranks call it at once."""
+def own_rows(whole: Tensor | None, like: Tensor) -> Tensor:
+    """This rank's rows, in fp32, of a tensor that rank 0 has, spread as the sharded parameter `like` is. All ranks call it
+    at once."""
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = like
-    empty = torch.empty(sharded.shape, dtype=dtype, device=sharded.device)
+    empty = torch.empty(sharded.shape, dtype=torch.float32, device=sharded.device)
     given = empty if whole is None else empty.copy_(whole)
     return distribute_tensor(given, sharded.device_mesh, sharded.placements).to_local()
 

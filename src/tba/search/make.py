@@ -72,7 +72,7 @@ def make_searcher(
     if reference_engine is not None:
         count = config.reference_samples_per_prompt
         reference_samples = ReferenceSamples(reference_engine, count, sampling, between_steps)
-    if continuations := make_objective(config).extras.continuations:
+    if continuations := make_objective(config).continuations:
         step_values = StepValues(
             rewards=make_rewards(task, config, log=log.with_name(f"{log.stem}-values.log")),
             reward_weights=task.reward_weights,

@@ -62,11 +62,10 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.resolve"
     # Longest sequence in tokens that the trainer meets: a prompt with its response, or the canary.
     longest = (config.task.max_prompt_tokens or loaded.context) + config.generate.max_new_tokens
-    extras = objective.extras
     policy = PolicyModel(
         model,
-        critic=make_critic(model) if extras.critic else None,
-        log_z=make_log_z(model) if extras.log_z else None,
+        critic=make_critic(model) if objective.has_critic else None,
+        log_z=make_log_z(model) if objective.has_log_z else None,
         max_length=min(loaded.context, max(longest, CANARY_TOKENS + 1)),
     )
     if train.gradient_checkpointing:
@@ -76,7 +75,7 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     if isinstance(ranks, ConnectedRanks):
         policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    optimizer = MasterAdamW(model.parameters(), train, heads=heads, heads_rate=extras.heads_learning_rate, ranks=ranks)
+    optimizer = MasterAdamW(model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks)
     budget, temperature = Budget(max_tokens=train.tokens_per_micro_batch), config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
@@ -129,7 +128,7 @@ def make_trainer(
         seed=config.seed,
         reward_names=tuple(reward_weights),
         reward_weights=tuple(reward_weights.values()),
-        step_values=train_step.objective.extras.continuations > 0,
+        step_values=train_step.objective.continuations > 0,
         truncated_reward=config.train.cut_off_reward,
         uses_per_group=config.uses_per_group,
         max_waiting_groups=config.max_waiting_groups,

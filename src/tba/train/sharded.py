@@ -137,9 +137,6 @@ class ShardedTrainStep(TrainStep):
 
     ranks: ConnectedRanks
 
-    _gathered = -1
-    """Version that the weights had when they were last given out."""
-
     # What rank 0 is asked for. The others are told of it, and do their part.
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
@@ -157,15 +154,11 @@ class ShardedTrainStep(TrainStep):
 
     def weights(self, version: int) -> Weights:
         """Tensors that are gathered, in the host memory of rank 0, when they are looked at."""
-        self._gathered = version
         return Weights(version=version, tensors=GatheredTensors(self))
 
     def canary(self, published: Weights) -> np.ndarray:
-        """Of the weights as they are on the ranks, where those were published: what was lost on the way from here shows."""
-        if published.version == self._gathered:
-            return self._lead("own_canary")
-        # A reference of the past, which only a resumed run publishes: the ranks take it in for a moment.
-        return self._lead("canary_of", own={"tensors": published.tensors})
+        """Of the weights as they are on the ranks: what was lost on the way from here shows."""
+        return self._lead("canary")
 
     @property
     def is_finite(self) -> bool:
@@ -225,22 +218,10 @@ class ShardedTrainStep(TrainStep):
         super().restart_log_z()
 
     @torch.no_grad()
-    def _own_canary(self) -> np.ndarray:
+    def _canary(self) -> np.ndarray:
         tokens = torch.from_numpy(canary_tokens(self.policy.vocabulary, CANARY_TOKENS)).long()
         packed = pack([tokens[:1]], [[tokens[1:]]], device=self.policy.device)
         return self.policy.forward(packed, temperature=1.0).log_pi_N.double().cpu().numpy()
-
-    @torch.no_grad()
-    def _canary_of(self, tensors: Mapping[str, Tensor] | None = None) -> np.ndarray:
-        trained = {name: found for name, found in self.policy.model.named_parameters() if found.requires_grad}
-        before = {name: local_part(parameter).clone() for name, parameter in trained.items()}
-        for name, parameter in trained.items():
-            whole = None if tensors is None else tensors[name]
-            local_part(parameter).copy_(own_rows(whole, parameter, parameter.dtype))
-        canary = self._own_canary()
-        for name, parameter in trained.items():
-            local_part(parameter).copy_(before[name])
-        return canary
 
     def _all_finite(self) -> bool:
         parts = [local_part(parameter) for parameter in self.policy.model.parameters()]
@@ -283,7 +264,7 @@ class ShardedTrainStep(TrainStep):
         for name, shape in shapes.items():
             parameter, whole = self._parameter_of(name), None if state is None else state[name]
             if shape and is_sharded(parameter):
-                own[name] = own_rows(whole, parameter, torch.float32).cpu()
+                own[name] = own_rows(whole, parameter).cpu()
             else:  # of a head, or the number of steps: the sum over ranks of which rank 0 alone has it
                 own[name] = self.ranks.sum_(torch.zeros(shape) if whole is None else whole.cpu().clone())
         self.optimizer.load_state(own)
