@@ -346,8 +346,9 @@ class Health:
         self._drop_outlived(step)
         if self.recorder.progress >= 1.0:
             self.finish()
-        elif self._is_due(step) and not self.guard.suspects and self.checkpoints.keep > 0:
-            self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
+        elif self.recorder.passed_tenth and not self.guard.suspects and self.checkpoints.keep > 0:
+            if step - max(self.checkpoints.held, default=0) >= LEAST_EVERY:
+                self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
@@ -393,13 +394,6 @@ class Health:
         """The last step is made: a run without a collapse needs no healthy checkpoint any more."""
         if self.recorder.collapse is None:
             self._release(self.checkpoints.held)
-
-    def _is_due(self, step: int) -> bool:
-        """After each tenth of the run, but LEAST_EVERY steps at least."""
-        train = self.config.train
-        if train.max_seconds is not None or train.max_steps is None:
-            return self.recorder.passed_tenth and step - max(self.checkpoints.held, default=0) >= LEAST_EVERY
-        return step % max(LEAST_EVERY, train.max_steps // 10) == 0
 
     def _heed(self, step: int, alarm: Alarm | None) -> None:
         before, self.alarm = self.alarm, alarm

@@ -120,22 +120,21 @@ class MasterAdamW:
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()
         self.drop_gradients()
-        rounded = self._rounded()
+        self._round()
+
+    def _round(self) -> None:
+        """Give parameters that are held in less than fp32 what their masters have."""
+        rounded = [(part, master) for part, master in zip(self._parts, self.masters) if part.dtype != torch.float32]
         if rounded:
             torch._foreach_copy_([part for part, _ in rounded], [master for _, master in rounded])
-
-    def _rounded(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Parameters that are held in less than fp32, each with its master."""
-        return [(part, master) for part, master in zip(self._parts, self.masters) if part.dtype != torch.float32]
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
         """Make the last update of the policy `factor` times as long."""
-        for part, master in zip(self._parts, self._policy):
+        for master in self._policy:
             if master in self.adam.state:
                 master.add_(self._last_update(master), alpha=factor - 1.0)
-                if part.dtype != torch.float32:
-                    part.copy_(master)
+        self._round()
         self.adam.param_groups[0]["lr"] *= factor
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
@@ -169,10 +168,9 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over master weights, which the model then holds too, and Adam's moments of those that have any."""
-        for index, (part, master) in enumerate(zip(self._parts, self.masters)):
+        for index, master in enumerate(self.masters):
             master.copy_(state[f"master.{index}"])
-            if part.dtype != torch.float32:
-                part.copy_(master)
+        self._round()
         self._settle()
         self.adam.state.clear()
         for index, master in enumerate(self.masters):
