@@ -243,7 +243,7 @@ def test_a_restored_guard_raises_the_alarm_at_the_same_step():
     for step in range(60):
         guard.step(step, well)
     restored = CollapseGuard()
-    restored.load_state(restore(take_snapshot(guard.state())))
+    restored.load_state(restore(*take_snapshot(guard.state())))
     guards = [guard, restored]
     for step in range(60, 90):
         first, second = (found.step(step, well | {"completions/mean_length": 4.0}) for found in guards)

@@ -42,8 +42,6 @@ logger = logging.getLogger("tba.search")
 
 STEPS_AT_HAND = 2
 """Visits that a searcher has at hand, in steps' worth: the trainer answers for more only between two steps."""
-
-
 MAX_UNCHECKED = 4
 """Versions in a row that may be used and overtaken before their canary comes."""
 
@@ -236,7 +234,7 @@ def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, lo
     local = SearcherEnds(link, ends, config.runtime, index=index, stock=stock, note=acknowledged_log())
     use_cpu(threads_of(config).searcher)
     own = config.for_searcher(index)  # evaluations and the pace go by the run's own config
-    if must_hide(config):  # the device has another name in this process
+    if must_hide(own):  # the device has another name in this process
         model = own.model.model_copy(update={"device": see_only(own.model.device)})
         own = own.model_copy(update={"model": model})
     loaded = load_model(own.model)

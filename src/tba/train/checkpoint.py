@@ -27,6 +27,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tba.models.load import has_lora
 from tba.observe.files import WriteFailures, sync
 from tba.observe.run_folder import MANIFEST, RunFolder
-from tba.train.state import Snapshot, Stateful, restore, take_snapshot
+from tba.train.state import Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
 
@@ -226,13 +227,13 @@ class Checkpoints:
     def _write(self, step: int) -> None:
         self._await(self._last_whole)
         states = {name: part.state() for name, part in self.parts.items()}
-        snapshot = take_snapshot({"parts": states, **{name: getattr(self, name) for name in OWN}})
+        tree, arrays = take_snapshot({"parts": states, **{name: getattr(self, name) for name in OWN}})
         tensors: dict[str, Mapping[str, Any]] = {
             OPTIMIZER: _copied(self.optimizer.state()),
-            ARRAYS: snapshot.arrays,
+            ARRAYS: arrays,
         }
         tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
-        texts = {STATE: snapshot.tree, TRAINER: {"step": step, "seed": self.seed}}
+        texts = {STATE: tree, TRAINER: {"step": step, "seed": self.seed}}
         kind = "checkpoint of the collapse guard, now" if step in self.extra else "checkpoint"
         self._last_whole = self._write_later(kind, f"step-{step}", tensors, texts, lost=step not in self.extra)
 
@@ -342,7 +343,7 @@ class Checkpoints:
 def read_state(path: Path) -> Any:
     """What the parts of a run gave for a checkpoint, as objects again."""
     tree = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
+    return restore(tree, load_arrays(path / ARRAYS))
 
 
 def last_row_of(path: Path) -> int | None:

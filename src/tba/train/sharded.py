@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.numpy import save
-from safetensors.torch import load
+from safetensors.numpy import load, save
 from torch import Tensor
 
 from tba.models.load import has_lora
@@ -34,7 +33,7 @@ from tba.policy.packing import pack
 from tba.policy.sharding import ALONE as ALONE
 from tba.policy.sharding import Ranks as Ranks
 from tba.policy.sharding import is_sharded, local_part, own_rows, whole_tensor
-from tba.train.state import Snapshot, restore, take_snapshot
+from tba.train.state import restore, take_snapshot
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
@@ -79,8 +78,8 @@ class ConnectedRanks(Ranks):
 
     def tell(self, what: str, **values: Any) -> None:
         """Have all other ranks do something, which this one then does too."""
-        snapshot = take_snapshot({"what": what, "values": values})
-        parts = [json.dumps(snapshot.tree).encode(), save(snapshot.arrays)]
+        tree, arrays = take_snapshot({"what": what, "values": values})
+        parts = [json.dumps(tree).encode(), save(arrays)]
         with told_as_lost():
             sizes = torch.tensor([len(part) for part in parts])
             dist.broadcast(sizes, src=0, group=self._control)
@@ -95,8 +94,8 @@ class ConnectedRanks(Ranks):
             parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
             for part in parts:
                 dist.broadcast(part, src=0)
-        tree, tensors = (part.numpy().tobytes() for part in parts)
-        told = restore(Snapshot(tree=json.loads(tree), tensors=load(tensors)))
+        tree, arrays = (part.numpy().tobytes() for part in parts)
+        told = restore(json.loads(tree), load(arrays))
         return told["what"], told["values"]
 
 

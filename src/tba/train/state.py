@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,32 +64,16 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
-    """Plain data of a state.
-
-    Snapshot(tree={"kind": "Tensor", "name": "0", "dtype": "bfloat16"}, tensors={"0": tensor([3, 4], dtype=torch.int16)})
-    """
-
-    tree: Any
-    """JSON: what is not JSON itself is an object with its `kind`."""
-    tensors: dict[str, Tensor]
-    """Tensors and arrays as integers on the CPU; nothing else refers to them."""
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The tensors for safetensors.numpy. safetensors.torch keeps two ctypes classes, 7 KB, for each number of bytes that
-        it has not written before, and those of a replay buffer are new in every checkpoint."""
-        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
-
-
-def take_snapshot(value: Any) -> Snapshot:
-    """Copy a state; it may change as soon as this returns."""
-    tensors: dict[str, Tensor] = {}
+def take_snapshot(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """A copy of a state, which may change as soon as this returns: JSON, in which what is not JSON itself is an object with its
+    `kind`, and by name the numbers of its tensors and arrays, as integers."""
+    arrays: dict[str, np.ndarray] = {}
 
     def keep(kind: str, tensor: Tensor) -> dict[str, str]:
-        name = str(len(tensors))
-        tensors[name] = tensor.view(INTEGERS[tensor.itemsize])
+        name = str(len(arrays))
+        # For safetensors.numpy. safetensors.torch keeps two ctypes classes, 7 KB, for each number of bytes that it has not
+        # written before, and those of a replay buffer are new in every checkpoint.
+        arrays[name] = tensor.view(INTEGERS[tensor.itemsize]).numpy()
         return {"kind": kind, "name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
 
     def encode(value: Any) -> Any:
@@ -117,10 +100,10 @@ def take_snapshot(value: Any) -> Snapshot:
             return keep("bytes", torch.frombuffer(value or bytearray(1), dtype=torch.uint8)[: len(value)])
         raise TypeError(f"a {kind.__name__} cannot be saved: give plain data, or list its class in SAVED.")
 
-    return Snapshot(tree=encode(value), tensors=tensors)
+    return encode(value), arrays
 
 
-def restore(snapshot: Snapshot) -> Any:
+def restore(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """The value that a snapshot was taken of."""
 
     def decode(node: Any) -> Any:
@@ -136,9 +119,10 @@ def restore(snapshot: Snapshot) -> Any:
             for name, item in node["fields"].items():
                 object.__setattr__(made, name, decode(item))
             return made
-        tensor = snapshot.tensors[node["name"]].view(getattr(torch, node["dtype"]))
+        # A copy: arrays of a file or a message cannot be written.
+        tensor = torch.from_numpy(arrays[node["name"]].copy()).view(getattr(torch, node["dtype"]))
         if kind == "Tensor":
             return tensor
-        return tensor.numpy().copy() if kind == "ndarray" else tensor.numpy().tobytes()
+        return tensor.numpy() if kind == "ndarray" else tensor.numpy().tobytes()
 
-    return decode(snapshot.tree)
+    return decode(tree)
