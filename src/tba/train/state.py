@@ -65,8 +65,8 @@ class Stateful(Protocol):
 
 
 def take_snapshot(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """A copy of a state, which may change as soon as this returns: JSON, in which what is not JSON itself is an object with its
-    `kind`, and by name the numbers of its tensors and arrays, as integers."""
+    """A copy of a state, which may change as soon as this returns: JSON, in which what is not JSON itself is an object with
+    its `kind`, and by name the numbers of its tensors and arrays, as integers."""
     arrays: dict[str, np.ndarray] = {}
 
     def keep(kind: str, tensor: Tensor) -> dict[str, str]:
