@@ -96,6 +96,7 @@ def generalised_advantages(
     batch: Batch, reward_N: Tensor, value_N: Tensor, *, gamma: float, gae_lambda: float
 ) -> Tensor:
     """GAE over each response's chosen tokens; after the last one the value is 0. Zero at tokens not chosen."""
+    # One token of all responses at a time: a value needs the one after it, and responses are many.
     place, (R, T) = _places(batch)
     reward_RT, value_RT = (_spread(values, batch, place, R, T) for values in (reward_N, value_N))
     advantage_RT = torch.zeros_like(reward_RT)

@@ -172,6 +172,7 @@ class Searcher:
             first_sample = completion.sample_index // self.samples_per_prompt * self.samples_per_prompt
             visit = completion.prompt_id, first_sample
             members.setdefault(visit, []).append(completion)
+            # Samples of a visit end in any order; rewards may compare them, so that a visit is scored as a whole.
             if len(members[visit]) < own:
                 continue
             request, completions = visited.pop(visit), members.pop(visit)
@@ -192,6 +193,7 @@ class Searcher:
                 for (group, outcomes), own in zip(scored, values)
             ]
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
+            # Versions that came meanwhile: the pace limit of later visits allows for as many.
             versions = self.engine.version - group.completions[0].version
             self.visit_lag += RECENT * (versions - self.visit_lag)
             source = f"searcher-{self.index}"
@@ -230,6 +232,7 @@ class GroupScorer:
         samples: list[tuple[int, Prompt, Completion, Mapping[str, float | None], np.ndarray | None]] = []
         for index, (group, outcomes) in enumerate(groups):
             for completion, outcome, values in zip(group.completions, outcomes, group.values_of_samples()):
+                # Counted before anything is dropped: a reward that always fails must stop the run.
                 self.counts.see(outcome, group.prompt)
                 if (components := components_of(outcome)) is not None:
                     samples.append((index, group.prompt, completion, components, values))

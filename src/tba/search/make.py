@@ -68,6 +68,7 @@ def make_searcher(
     """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference; an engine that has
     the reference also scores. `between_steps` is called while others than the policy's own responses are generated."""
     sampling, samples, explores = training_sampling(config), config.samples_generated_per_prompt, config.search.explore
+    # Reference and continuations have the run's plain sampling: explored visits alone have another.
     reference_samples = step_values = None
     if reference_engine is not None:
         count = config.reference_samples_per_prompt

@@ -244,6 +244,7 @@ def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, lo
         reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
+    # After the engines have copied the weights, which are the base's own.
     adapt(loaded, own.model, seed=own.seed)
     counts = SearchCounts()
     searcher = make_searcher(

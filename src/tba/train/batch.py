@@ -129,6 +129,7 @@ def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) ->
     """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
     a prompt exceeds the budget."""
     K, cost = batch.shape[1], _prompt_costs(batch, budget)
+    # Group-coupled losses need a prompt's responses side by side: one that is spread costs all prompts a second pass.
     if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
         return None
     falling = sorted(prompts, key=cost.__getitem__, reverse=True)
@@ -153,6 +154,7 @@ def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[l
 
     The costliest prompt left goes to the rank that has least to do.
     """
+    # Every rank deals alike from the same batch, so that none need be told what is whose.
     cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):
@@ -226,6 +228,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
     lag = (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
     sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
+    # Of all responses that were sampled, also those without weight.
     squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
     std_P = (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
     return {
@@ -263,12 +266,14 @@ def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> 
     known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
     if not known_PK.any():
         return {}
+    # The drift is of the policy itself; the ratio is to what chose the tokens, which exploration and top-p shift.
     drift_PK, log_ratio = log_pi_PK - policy_PK, (log_pi_PK - behaviour_PK)[known_PK]
     ratio = torch.exp(log_ratio - log_ratio.max())
     found = {
         "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
         "off_policy/kl": -float(drift_PK[known_PK].mean()),
     }
+    # Responses of this very version have not been moved by any update: only earlier ones show what updates do.
     late_PK = known_PK & (batch.version_PK < step)
     if late_PK.any():
         size = float(drift_PK[late_PK].abs().mean())

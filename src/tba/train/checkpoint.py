@@ -103,6 +103,7 @@ class Checkpoints:
             self.extra.discard(step)
             self._write(step)
             self._saved, self._saved_best = step, None if self.best is None else self.best[0]
+        # As they are now: the trainer goes on changing its sets while the writer works.
         stay = frozenset({self.pinned, *self.held})
         drop = partial(self._drop_old, stay, frozenset(self.extra), self._saved_best)
         self._later("checkpoints to drop in", self.folder.checkpoints, drop)
@@ -225,6 +226,7 @@ class Checkpoints:
     # Copies, in the trainer's thread
 
     def _write(self, step: int) -> None:
+        # Runs in the trainer's thread, between two steps: what is copied here is of one moment.
         self._await(self._last_whole)
         states = {name: part.state() for name, part in self.parts.items()}
         tree, arrays = take_snapshot({"parts": states, **{name: getattr(self, name) for name in OWN}})
@@ -389,6 +391,7 @@ def write_manifest(path: Path) -> None:
         sync(file)
     manifest = path / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
+    # The manifest is synced last: a power failure before leaves a folder that does not count.
     for name in files:  # safetensors leaves its files to the owner alone: as the umask says
         (path / name).chmod(manifest.stat().st_mode)
     sync(manifest)

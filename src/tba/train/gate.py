@@ -77,6 +77,7 @@ class Gate:
     def _ready(self, feed: Feed) -> bool:
         feed.receive()
         feed.expire()
+        # After `receive`: groups that have arrived are taken in, whatever ends the wait.
         if self.asked_to_stop():
             raise Interrupted
         self.row["batch_prompts"] = min(feed.replay.num_prompts, self._wanted_prompts)

@@ -145,6 +145,7 @@ class CollapseGuard:
         self._recent.append((step, values))
         left = self._recent.popleft() if len(self._recent) > RECENT else None
         breaches = self._breaches()
+        # The mean that breaks a rule is over all of RECENT: a checkpoint from within them is not from before.
         new = self._recent[0][0], 0
         streaks = [(breach.rule, self._streaks.get(breach.rule, new)) for breach in breaches]
         self._streaks = {rule: (since, batches + 1) for rule, (since, batches) in streaks}
@@ -352,6 +353,8 @@ class Health:
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
+
+    # The trainer calls `step` before it writes any checkpoint of a step, and `save_if_due` after it.
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""

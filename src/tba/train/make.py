@@ -72,6 +72,7 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
         checkpoint_layers(model)
     if train.compile:
         compile_layers(model)
+    # After the layers are wrapped and before the optimizer looks at parameters: it has this rank's rows of them.
     if isinstance(ranks, ConnectedRanks):
         policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]

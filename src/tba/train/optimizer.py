@@ -107,6 +107,7 @@ class MasterAdamW:
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start Adam's moments of these parameters anew, as after they were given other values."""
+        # A transfer on its way would write into what is dropped here.
         self._settle()
         forgotten = {id(parameter) for parameter in parameters}
         for parameter, master in zip(self.parameters, self.masters):
@@ -116,6 +117,7 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Move the weights and drop the gradients."""
+        # The policy is the first group, heads are the second.
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()

@@ -100,6 +100,7 @@ class ReferenceResets:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Hand searchers, and the copy that recomputes, the reference that was saved."""
+        # A process that resumes begins with the start model; one that goes back may have published another since.
         reset_before = self._weights is not None
         self.version, self._weights = state["version"], state["weights"]
         reference = self.start if self._weights is None and reset_before else self._weights

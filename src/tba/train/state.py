@@ -85,7 +85,7 @@ def take_snapshot(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
             return list(value) if all(type(item) in PLAIN for item in value) else [encode(item) for item in value]
         if kind in CONTAINERS:
             return {"kind": kind.__name__, "value": encode(CONTAINERS[kind][0](value))}
-        if kind in SAVED:
+        if kind in SAVED:  # by exact type: what is built at reading is what was listed, and no subclass with more in it
             # Not vars() of a dataclass: slots have none, and cached properties are no state.
             is_data = dataclasses.is_dataclass(kind)
             names = [known.name for known in dataclasses.fields(kind)] if is_data else list(vars(value))
