@@ -25,7 +25,7 @@ from tba.runtime.channels import LocalWeights
 from tba.train.batch import Budget, deal_prompts, deal_responses
 from tba.train.checkpoint import Checkpoints
 from tba.train.make import Learner, make_references, make_train_step
-from tba.train.sharded import ConnectedRanks, ShardedTrainStep, connected
+from tba.train.sharded import ConnectedRanks, RankLost, ShardedTrainStep, connected, told_as_lost
 from tba.train.step import NonFiniteLoss, TrainStep
 
 pytestmark = pytest.mark.slow
@@ -266,6 +266,14 @@ def test_whatever_stops_rank_0_in_the_middle_ends_what_the_ranks_do_together(mod
         assert not step.is_finite, "nobody is asked any more"
     finally:
         ranks.lost = False
+
+
+def test_an_error_of_a_socket_is_the_loss_of_a_rank_and_any_other_is_what_it_is():
+    with pytest.raises(RankLost, match=r"does not answer: \[gloo\] closed$"), told_as_lost(only_of_sockets=True):
+        raise RuntimeError("[gloo] closed\nby the peer")
+    with pytest.raises(RuntimeError, match="shapes differ") as error, told_as_lost(only_of_sockets=True):
+        raise RuntimeError("shapes differ")
+    assert not isinstance(error.value, RankLost)
 
 
 def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_rank_would_get_none():

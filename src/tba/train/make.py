@@ -76,7 +76,9 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     if isinstance(ranks, ConnectedRanks):
         policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    optimizer = MasterAdamW(model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks)
+    optimizer = MasterAdamW(
+        model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks
+    )
     budget, temperature = Budget(max_tokens=train.tokens_per_micro_batch), config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
