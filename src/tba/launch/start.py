@@ -48,7 +48,7 @@ from tba.runtime.deadlines import stacks_to
 from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.threads import threads_alone, threads_of
-from tba.search.make import make_search_engine
+from tba.search.loop import make_search_engine
 from tba.tasks.base import KeepResponses
 from tba.tasks.evaluation import AnswerEvaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards

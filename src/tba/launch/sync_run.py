@@ -20,8 +20,14 @@ from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
 from tba.runtime.leases import LedgerVisits
-from tba.search.loop import SearchCounts, Searcher
-from tba.search.make import make_reference_engine, make_search_engine, make_searcher, make_start_scorer
+from tba.search.loop import (
+    SearchCounts,
+    Searcher,
+    make_reference_engine,
+    make_search_engine,
+    make_searcher,
+    make_start_scorer,
+)
 from tba.tasks.base import Evaluator
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.train.loop import Trainer

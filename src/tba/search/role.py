@@ -28,8 +28,16 @@ from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import EndsHandle, Link, RunCannotGoOn
 from tba.runtime.placement import must_hide, see_only
 from tba.runtime.threads import threads_of
-from tba.search.loop import GROUPS_AT_ONCE, SearchCounts, Searcher, TooManyRewardFailures
-from tba.search.make import make_reference_engine, make_search_engine, make_searcher, make_start_scorer
+from tba.search.loop import (
+    GROUPS_AT_ONCE,
+    SearchCounts,
+    Searcher,
+    TooManyRewardFailures,
+    make_reference_engine,
+    make_search_engine,
+    make_searcher,
+    make_start_scorer,
+)
 from tba.search.prompts import PacedVisits
 from tba.tasks.base import Evaluator
 from tba.tasks.evaluation import CountedEngine, make_evaluator

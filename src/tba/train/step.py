@@ -258,7 +258,10 @@ class TrainStep:
         outputs = self._gather(batch, micro_batches)
         leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
-        coefficients = _coefficients(loss.value, leaves)
+        # d loss / d each number that the model outputs, by output
+        names = [name for name in TRAINED if getattr(leaves, name) is not None]
+        found = torch.autograd.grad(loss.value, [getattr(leaves, name) for name in names], allow_unused=True)
+        coefficients = {name: gradient for name, gradient in zip(names, found) if gradient is not None}
 
         def compute(micro_batch: MicroBatch) -> tuple[None, Tensor]:
             return None, _weighted_sum(self._forward(micro_batch), coefficients, micro_batch)
@@ -282,9 +285,8 @@ class TrainStep:
             with torch.no_grad():  # each thread has its own
                 return self._forward(micro_batch), micro_batch
 
-        if self._workers is None:
-            return map(compute, micro_batches)
-        return self._workers.in_order(compute, micro_batches)
+        in_order = map if self._workers is None else self._workers.in_order
+        return in_order(compute, micro_batches)
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
@@ -364,13 +366,6 @@ class GatheredOutputs:
 
 TRAINED = ("log_pi_N", "values_N", "log_z_P")
 """Parts of Forward that gradients go through."""
-
-
-def _coefficients(value: Tensor, leaves: Forward) -> dict[str, Tensor]:
-    """d value / d each number the model outputs."""
-    tensors = {name: getattr(leaves, name) for name in TRAINED if getattr(leaves, name) is not None}
-    gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(tensors, gradients) if gradient is not None}
 
 
 def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
