@@ -347,12 +347,17 @@ class Health:
         self._drop_outlived(step)
         if self.recorder.progress >= 1.0:
             self.finish()
-        elif self.recorder.passed_tenth and not self.guard.suspects and self.checkpoints.keep > 0:
-            if step - max(self.checkpoints.held, default=0) >= LEAST_EVERY:
-                self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
+        elif self._is_due(step):
+            self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
+
+    def _is_due(self, step: int) -> bool:
+        """After each tenth of the run, but LEAST_EVERY steps at least, as long as nothing is suspected."""
+        if self.checkpoints.keep == 0 or self.guard.suspects:
+            return False
+        return self.recorder.passed_tenth and step - max(self.checkpoints.held, default=0) >= LEAST_EVERY
 
     # The trainer calls `step` before it writes any checkpoint of a step, and `save_if_due` after it.
 
