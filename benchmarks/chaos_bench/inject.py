@@ -175,11 +175,11 @@ class Injector:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), action))
 
     def _intact_checkpoints(self) -> list[Path]:
-        """Whole checkpoints that were not damaged here, the newest last; of two that share their files one counts."""
+        """Whole checkpoints that were not damaged here, the newest last."""
         found: dict[int, Path] = {}
-        for path in self.target.folder.glob("checkpoints/*step-*"):
-            prefix, _, step = path.name.rpartition("-")
-            if prefix not in ("step", "healthy-step") or not step.isdecimal():
+        for path in self.target.folder.glob("checkpoints/step-*"):
+            step = path.name.removeprefix("step-")
+            if not step.isdecimal():
                 continue
             try:
                 files = list(path.iterdir())

@@ -28,7 +28,7 @@ from tba.runtime.mps import PIPES, start_mps
 from tba.runtime.processes import RoleProcess, last_lines
 from tba.runtime.slot_memory import SlotsHandle
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.new_weights import WeightLoader
+from tba.search.role import WeightLoader
 from tba.types import Sampling, Weights
 
 WARM = 5

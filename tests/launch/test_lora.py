@@ -19,7 +19,7 @@ from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.run_folder import RunFolder
 from tba.policy.model import PolicyModel
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.new_weights import WeightLoader
+from tba.search.role import WeightLoader
 
 LORA = ("model.lora.rank=4", "train.learning_rate=1e-2")
 

@@ -72,7 +72,7 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
     ]
 
     def newest() -> int:
-        return max((*run.checkpoints_by_step(), *run.checkpoints_by_step("healthy-step-")), default=0)
+        return max(run.checkpoints_by_step(), default=0)
 
     with Command(command) as process:
         reached = wait_for(lambda: process.poll() is not None or newest() >= 5)

@@ -38,9 +38,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from tba.objectives.base import Objective
-from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
-from tba.objectives.policy_gradient import RLOO, ProximalRLOO
+from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO
 from tba.policy.model import PolicyModel
 from tba.train.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals

@@ -14,9 +14,8 @@ from torch import Tensor
 from variants import with_constants
 
 from tba.objectives.base import Objective
-from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
-from tba.objectives.policy_gradient import RLOO, ProximalRLOO, Reinforce
+from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO, generalised_advantages, step_advantages, token_rewards
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance

@@ -63,7 +63,7 @@ def test_a_run_without_responses_or_with_rewards_that_are_never_applicable_says_
 
 def test_the_end_has_two_responses_of_different_groups_with_their_rewards_and_survives_a_checkpoint():
     signal = after(("a", [math.nan, 1.0, 1.0]), ("b", [0.0, 0.0]), ("c", [0.0, 0.0]))
-    found = restore(take_snapshot(signal)).summary()
+    found = restore(*take_snapshot(signal)).summary()
     words = "all rewards within each prompt are equal, so there is no gradient: 6 responses to 3 prompts"
     assert found["words"] == words
     assert no_signal_lines(found, max_new_tokens=8) == [

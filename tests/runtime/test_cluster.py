@@ -110,7 +110,7 @@ def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(here,
         file.unlink()
     follow(copy, actor, here)
     assert [path.name for path in copy.folder.checkpoints.iterdir()] == ["step-10"]
-    save(here, "healthy-step-9", b"0123456789")
+    save(here, "best-step-9", b"0123456789")
     follow(copy, actor, here)
 
     there = RunFolder(tmp_path / "there" / "run")
@@ -124,7 +124,7 @@ def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(here,
     assert ray.get(other.begun_at.remote(OWNER, True)) is None
     assert copy.hand_over(other, None, OWNER, False)
     assert ray.get(other.begun_at.remote(OWNER, True)) == 10
-    assert (there.checkpoints / "healthy-step-9" / "weights").read_bytes() == b"0123456789"
+    assert (there.checkpoints / "best-step-9" / "weights").read_bytes() == b"0123456789"
     assert there.metrics.read_text() == '{"step": 1}\n'
     assert (there.logs / "searcher-0.log").read_text() == "words"
     # Where the run has come as far, it stays as it is.

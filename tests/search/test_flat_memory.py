@@ -9,7 +9,7 @@ from tba.config import GenerateConfig, TaskConfig
 from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.leases import LedgerVisits, VisitLedger
-from tba.search.loop import FailureCount, GroupScorer, Searcher
+from tba.search.loop import GroupScorer, Searcher
 from tba.search.prompts import PromptStream
 from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.base import TaskInputs
@@ -30,7 +30,7 @@ def test_a_searcher_keeps_nothing_of_the_groups_that_it_has_sent():
         engine=make_engine(model, [2], GenerateConfig(slots=8), seed=0, max_length=128),
         prompts=PromptStream(task.prompts("train"), LedgerVisits(ledger), samples_per_prompt=4),
         rewards=DirectRewards(task),
-        scorer=GroupScorer(reference=make_scorer(model, max_length=128), temperature=1.0, failures=FailureCount()),
+        scorer=GroupScorer(reference=make_scorer(model, max_length=128), temperature=1.0),
         sender=groups,
         tokenizer=tokenizer,
         sampling=Sampling(max_new_tokens=6),

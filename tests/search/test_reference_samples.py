@@ -10,7 +10,7 @@ from tba.generate.make import make_engine, make_scorer
 from tba.models.weights import make_weights
 from tba.runtime.channels import LocalGroups
 from tba.runtime.leases import LedgerVisits, VisitLedger
-from tba.search.loop import FailureCount, GroupScorer, Searcher
+from tba.search.loop import GroupScorer, Searcher
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
@@ -37,7 +37,7 @@ def make_searcher(model, reference) -> tuple[Searcher, LocalGroups]:
         engine=engine(model),
         prompts=PromptStream([PROMPT], LedgerVisits(VisitLedger(1, seed=0)), samples_per_prompt=8),
         rewards=DirectRewards(ConstantTask()),
-        scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0, failures=FailureCount()),
+        scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0),
         sender=groups,
         tokenizer=tiny_tokenizer(),
         sampling=SAMPLING,

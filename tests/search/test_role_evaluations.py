@@ -15,9 +15,8 @@ from tba.runtime.board import Board
 from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import EndsHandle, Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.loop import FailureCount, SearchCounts, SearchState
-from tba.search.new_weights import ReferenceLoader, WeightLoader
-from tba.search.role import Evaluations, Heartbeat, SearcherRole
+from tba.search.loop import SearchCounts
+from tba.search.role import SearcherRole, WeightLoader
 
 
 class Versions:
@@ -55,9 +54,17 @@ def both_ends(slots):
         connection.close()
 
 
-def evaluations_of(ends, engine):
-    heartbeat = Heartbeat(ends.row, engine, SearchState(failures=FailureCount()))
-    return heartbeat, Evaluations(ends, heartbeat, engine=engine, make=Versions)
+def make_role(ends, engine):
+    """A searcher whose share of a step is four groups; what it generates is set by the test."""
+    searcher = SimpleNamespace(
+        engine=engine,
+        counts=SearchCounts(),
+        prompts=SimpleNamespace(peek=lambda: None),
+        scorer=SimpleNamespace(reference_version=0),
+        send_ready=lambda at_least=1: None,
+    )
+    loader = WeightLoader(ends, engine, report=lambda gap: None)
+    return SearcherRole(ends=ends, searcher=searcher, loader=loader, make_evaluator=Versions, first_groups=4)
 
 
 def ask(trainer, ends, *versions):
@@ -73,39 +80,24 @@ def ask(trainer, ends, *versions):
 def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since(model, engine, both_ends):
     """Its process came up when the trainer had passed version 10 and asked again: the start must not be lost."""
     trainer, ends = both_ends
-    _, evaluations = evaluations_of(ends, engine)
+    role = make_role(ends, engine)
     ask(trainer, ends, 0, 5, 10)
-    evaluations.evaluate_if_asked()
-    evaluations.evaluate_if_asked()
+    role.evaluate_if_asked()
+    role.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
     engine.load(make_weights(model, version=12))
-    evaluations.evaluate_if_asked()
-    evaluations.evaluate_if_asked()
+    role.evaluate_if_asked()
+    role.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=12, metrics={"version": 12.0})
     assert ends._asked == []
 
 
 @pytest.fixture
 def role(slots, engine, model, both_ends):
-    """A searcher whose share of a step is four groups, with version 0 published; what it generates is set by the test."""
+    """With version 0 published."""
     _, ends = both_ends
     publish(slots, model, version=0)
-    heartbeat, evaluations = evaluations_of(ends, engine)
-    searcher = SimpleNamespace(
-        counts=SearchCounts(),
-        prompts=SimpleNamespace(peek=lambda: None),
-        scorer=SimpleNamespace(reference_version=0),
-        send_ready=lambda at_least=1: None,
-    )
-    return SearcherRole(
-        ends=ends,
-        heartbeat=heartbeat,
-        loader=WeightLoader(ends, engine, report=lambda gap: None),
-        references=ReferenceLoader(ends, searcher),
-        searcher=searcher,
-        evaluations=evaluations,
-        first_groups=4,
-    )
+    return make_role(ends, engine)
 
 
 def publish(slots, model, *, version):

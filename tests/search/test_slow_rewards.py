@@ -9,7 +9,7 @@ from tba.config import Config, GenerateConfig
 from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.leases import LedgerVisits, VisitLedger
-from tba.search.loop import FailureCount, GroupScorer, SearchCounts, Searcher
+from tba.search.loop import GroupScorer, SearchCounts, Searcher
 from tba.search.prompts import PromptStream
 from tba.search.role import max_unscored
 from tba.tasks.rewards.pool import DirectRewards
@@ -40,12 +40,11 @@ def test_a_synchronous_step_has_a_visit_rewarded_while_the_next_is_written():
         engine=make_engine(model, [2], GenerateConfig(slots=4), seed=0, max_length=32),
         prompts=PromptStream(PROMPTS, LedgerVisits(VisitLedger(2, seed=0)), samples_per_prompt=4),
         rewards=DirectRewards(task),
-        scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, failures=FailureCount()),
+        scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, counts=counts),
         sender=groups,
         tokenizer=tiny_tokenizer(),
         sampling=Sampling(max_new_tokens=6),
         samples_per_prompt=4,
-        counts=counts,
     )
     searcher.step(2)
     assert task.written == [1, 2]

@@ -17,7 +17,7 @@ from tba.policy.model import PolicyModel
 from tba.runtime import weight_slots
 from tba.runtime.host_copies import ChecksumMismatch
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.new_weights import MAX_UNCHECKED, WeightLoader
+from tba.search.role import MAX_UNCHECKED, WeightLoader
 from tba.types import Prompt, Request, Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12, min_new_tokens=12)

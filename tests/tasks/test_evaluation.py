@@ -10,7 +10,7 @@ from resolved import resolved
 
 from tba.launch.run import load_inputs
 from tba.runtime.board import Board
-from tba.search.make import make_search_engine
+from tba.search.loop import make_search_engine
 from tba.tasks.base import FinishedGroup
 from tba.tasks.evaluation import (
     CountedEngine,

@@ -9,7 +9,7 @@ from tba.generate.make import make_scorer
 from tba.launch.run import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
-from tba.search.make import make_search_engine
+from tba.search.loop import make_search_engine
 from tba.tasks.arithmetic.problems import ArithmeticTask, held_out_problems
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.red_team.attacking import effective_modes

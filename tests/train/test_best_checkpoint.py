@@ -66,10 +66,10 @@ def test_weights_whose_evaluation_never_came_do_not_outlive_the_run(checkpoints)
 def test_training_goes_on_while_a_checkpoint_is_being_written(checkpoints):
     disk_is_free = threading.Event()
     busy = checkpoints._writer.submit(disk_is_free.wait, 60.0)  # the disk takes its time over something large
-    checkpoints.save_healthy(10)
+    checkpoints.save_held(10)
     checkpoints.save_evaluated(10)
     checkpoints.keep_best(10, 0.5)
-    checkpoints.drop_healthy(10)
+    checkpoints.release(10)
     assert not busy.done()
     disk_is_free.set()
     assert names(checkpoints) == ["best-step-10"]

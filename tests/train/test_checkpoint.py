@@ -15,7 +15,7 @@ from tba.config import TrainConfig
 from tba.observe.files import OutputLost
 from tba.observe.run_folder import RunFolder
 from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
-from tba.train.collapse_guard import CollapseGuard
+from tba.train.health import CollapseGuard
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import restore, take_snapshot
 
@@ -174,12 +174,23 @@ def test_the_last_ones_stay_and_the_pinned_one(checkpoints):
     assert sorted(checkpoints.by_step()) == [2, 4, 5]
 
 
-def test_a_healthy_checkpoint_of_the_same_step_shares_the_files(checkpoints):
+def test_those_that_the_guard_holds_stay_and_do_not_count(checkpoints):
+    checkpoints.held.add(1)
     checkpoints.save(1)
-    checkpoints.save_healthy(1)
-    regular, healthy = checkpoints.by_step()[1], checkpoints.by_step("healthy-step-")[1]
-    check_manifest(healthy)
-    assert (regular / "optimizer.safetensors").samefile(healthy / "optimizer.safetensors")
+    checkpoints.save_held(1)  # it is there, and counts
+    checkpoints.save(2)
+    checkpoints.held.add(3)
+    checkpoints.save_held(3)
+    for step in (4, 5, 6):
+        checkpoints.save(step)
+    assert sorted(checkpoints.by_step()) == [1, 3, 5, 6]
+    checkpoints.load(checkpoints.by_step()[3])
+    assert (checkpoints.held, checkpoints.extra) == ({1, 3}, {3})
+    checkpoints.release(3)
+    checkpoints.release(1)
+    assert sorted(checkpoints.by_step()) == [1, 5, 6]
+    checkpoints.save(7)
+    assert sorted(checkpoints.by_step()) == [6, 7]
 
 
 def test_the_best_that_a_checkpoint_knows_stays_as_long_as_that_checkpoint_is_the_newest(checkpoints):
@@ -231,7 +242,9 @@ def test_a_restored_guard_raises_the_alarm_at_the_same_step():
     guard = CollapseGuard()
     for step in range(60):
         guard.step(step, well)
-    guards = [guard, restore(take_snapshot(guard))]
+    restored = CollapseGuard()
+    restored.load_state(restore(*take_snapshot(guard.state())))
+    guards = [guard, restored]
     for step in range(60, 90):
         first, second = (found.step(step, well | {"completions/mean_length": 4.0}) for found in guards)
         assert first == second

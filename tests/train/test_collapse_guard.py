@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tba.train.collapse_guard import FIRST_PAST, PERSISTENCE, RECENT, RECOVERY, Alarm, CollapseGuard, _highest_mean
+from tba.train.health import FIRST_PAST, PERSISTENCE, RECENT, RECOVERY, Alarm, CollapseGuard, _highest_mean
 
 HEALTHY = {
     "completions/mean_length": 200.0,

@@ -23,10 +23,10 @@ ILL = WELL | {"completions/mean_length": 4.0}
 
 
 class EmptyCheckpoints(Checkpoints):
-    def _write(self, step: int, name: str) -> None:
+    def _write(self, step: int) -> None:
         self.wait()  # as the real one does
-        (self.folder.checkpoints / name).mkdir()
-        (self.folder.checkpoints / name / MANIFEST).touch()
+        (self.folder.checkpoints / f"step-{step}").mkdir()
+        (self.folder.checkpoints / f"step-{step}" / MANIFEST).touch()
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def saved(health: Health) -> list[str]:
 def test_only_the_newest_healthy_checkpoint_stays_once_it_is_proven(make_health):
     health = make_health("train.max_steps=200")
     run(health, WELL, 1, 50)
-    assert saved(health) == ["healthy-step-20", "healthy-step-40"], "40 may still turn out to be of a collapse"
+    assert saved(health) == ["step-20", "step-40"], "40 may still turn out to be of a collapse"
     run(health, WELL, 51, 51)
-    assert saved(health) == ["healthy-step-40"]
+    assert saved(health) == ["step-40"]
 
 
 def healthy_steps(health: Health, last: int, tick=lambda: None) -> list[int]:
@@ -74,7 +74,7 @@ def healthy_steps(health: Health, last: int, tick=lambda: None) -> list[int]:
     for step in range(1, last + 1):
         tick()
         run(health, WELL, step, step)
-        found += [step] * (step in health._saved)
+        found += [step] * (step in health.checkpoints.held)
     return found
 
 
@@ -100,10 +100,10 @@ def test_one_saved_when_the_collapse_had_begun_does_not_count(make_health):
     run(health, WELL, 1, 57)
     run(health, ILL, 58, 65)  # broken from step 63 on, by batches since step 56
     assert health.recorder.collapse["since"] == 56
-    assert health.recorder.collapse["checkpoint"] == "checkpoints/healthy-step-40"
-    assert saved(health) == ["healthy-step-40"]
+    assert health.recorder.collapse["checkpoint"] == "checkpoints/step-40"
+    assert saved(health) == ["step-40"]
     run(health, ILL, 66, 190)
-    assert saved(health) == ["healthy-step-40"], "nothing is saved as healthy while the alarm lasts"
+    assert saved(health) == ["step-40"], "nothing is saved as healthy while the alarm lasts"
 
 
 def test_a_regular_checkpoint_from_before_is_pinned(make_health):
@@ -151,7 +151,7 @@ def test_stop_raises_with_the_words_and_the_checkpoint(make_health):
     run(health, WELL, 1, 60)
     health.stop_if_asked()
     run(health, ILL, 61, 68)
-    with pytest.raises(Collapsed, match=r"responses have shrunk .* is kept: .*healthy-step-40"):
+    with pytest.raises(Collapsed, match=r"responses have shrunk .* is kept: .*step-40"):
         health.stop_if_asked()
 
 
@@ -162,8 +162,8 @@ def test_a_run_goes_back_to_a_checkpoint_whose_last_batches_are_from_before(make
     run(health, ILL, 68, 75)  # since step 66: of the batches before it the checkpoint of step 60 has seen six
     assert health.recorder.collapse["since"] == 66
     assert health.rolls_back
-    assert health.kept.name == "healthy-step-40"
-    assert saved(health) == ["healthy-step-40", "healthy-step-60"], "an older one may be needed"
+    assert health.kept.name == "step-40"
+    assert saved(health) == ["step-40", "step-60"], "an older one may be needed"
 
 
 def test_a_checkpoint_that_the_run_went_back_to_in_vain_is_passed_over(make_health):
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_the_run_went_back_to_in_vain_is_passed_over(make_heal
     run(health, WELL, 1, 67)
     health.recorder.rollbacks = [{"to": 40}]
     run(health, ILL, 68, 75)
-    assert health.kept.name == "healthy-step-60", "there is no older one"
+    assert health.kept.name == "step-60", "there is no older one"
 
 
 def test_a_run_that_went_back_as_often_as_it_may_stops(make_health):
@@ -180,7 +180,7 @@ def test_a_run_that_went_back_as_often_as_it_may_stops(make_health):
     run(health, WELL, 1, 67)
     run(health, ILL, 68, 75)
     assert not health.rolls_back
-    with pytest.raises(Collapsed, match=r"is kept: .*healthy-step-40\. Rollbacks before this: 2\."):
+    with pytest.raises(Collapsed, match=r"is kept: .*step-40\. Rollbacks before this: 2\."):
         health.stop_if_asked()
 
 

@@ -99,8 +99,8 @@ def test_a_large_model_has_no_more_workers_than_its_gradients_leave_room_for(mon
 def heads_step(name: str, budget: Budget) -> TrainStep:
     """A step of an objective with a head, whose weights are not the zeros they start as."""
     model, objective = tiny_llama(), OBJECTIVES[name]()
-    critic = make_critic(model) if objective.extras.critic else None
-    log_z = make_log_z(model) if objective.extras.log_z else None
+    critic = make_critic(model) if objective.has_critic else None
+    log_z = make_log_z(model) if objective.has_log_z else None
     for head in (critic, log_z):
         if head is not None:
             torch.nn.init.normal_(head.head.weight, generator=torch.Generator().manual_seed(3))

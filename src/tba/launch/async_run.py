@@ -27,7 +27,7 @@ from tba.search.role import run_searcher
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
-from tba.train.ranks import Ranks
+from tba.train.sharded import Ranks
 from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
@@ -123,7 +123,7 @@ class AsyncRun:
             trainer = make_trainer(
                 config,
                 loaded,
-                task,
+                task.reward_weights,
                 learner,
                 runtime,
                 runtime,

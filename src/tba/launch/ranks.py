@@ -32,8 +32,7 @@ from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_for
 from tba.runtime.role_process import INTERRUPTED
 from tba.runtime.threads import threads_of
 from tba.train.make import make_train_step
-from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
-from tba.train.sharded import ShardedTrainStep
+from tba.train.sharded import ALONE, ConnectedRanks, RankLost, Ranks, ShardedTrainStep, connected
 
 logger = logging.getLogger("tba")
 

@@ -89,7 +89,7 @@ def resolve(
     # .05 for tb: what GSM8K's distance costs by the line above; few of the bench go so far. None = no bound.
     c = _filled(c, "objective.max_kl_penalty", objective.default_max_kl_penalty if is_auto else None)
     # So that the two above fit rewards of any scale; right or wrong it is about 1, with which they were tuned. No study.
-    scales = is_auto and objective.needs.target and not objective.extras.log_z
+    scales = is_auto and objective.needs.target and not objective.has_log_z
     c = _filled(c, "objective.reward_unit", "spread" if scales else 1.0)
     own = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
     c = c.model_copy(update={"objective": c.objective.model_copy(update=own)})  # so that config.yaml shows them

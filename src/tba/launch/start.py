@@ -49,14 +49,14 @@ from tba.runtime.deadlines import stacks_to
 from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.threads import threads_alone, threads_of
-from tba.search.make import make_search_engine
+from tba.search.loop import make_search_engine
 from tba.tasks.base import KeepResponses
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import AnswerEvaluator, make_evaluator, respond
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed
-from tba.train.ranks import RankLost, Ranks
+from tba.train.sharded import RankLost, Ranks
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")

@@ -19,20 +19,17 @@ from tba.observe.recorder import Recorder, RunListener
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
-from tba.runtime.leases import LedgerVisits, VisitLedger
-from tba.search.loop import Searcher, SearchState
-from tba.search.make import (
+from tba.runtime.leases import LedgerVisits
+from tba.search.loop import (
+    SearchCounts,
+    Searcher,
     make_reference_engine,
-    make_reference_samples,
     make_search_engine,
-    make_search_state,
     make_searcher,
     make_start_scorer,
-    make_step_values,
 )
 from tba.tasks.base import Evaluator
 from tba.tasks.evaluation import CountedEngine, make_evaluator
-from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
 from tba.types import ResponseCounts
@@ -78,9 +75,17 @@ class SyncRun:
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         listener = listener or RunListener()
         listener.model = adapt(loaded, config.model, seed=config.seed)
-        groups, ledger, state = LocalGroups(), make_ledger(config, task), make_search_state()
-        searcher = make_local_searcher(
-            config, folder, inputs, engine, reference_engine, state=state, sender=groups, ledger=ledger
+        groups, ledger, search_counts = LocalGroups(), make_ledger(config, task), SearchCounts()
+        searcher = make_searcher(
+            config,
+            loaded,
+            task,
+            engine=engine,
+            reference_engine=reference_engine,
+            counts=search_counts,
+            visits=LedgerVisits(ledger),
+            sender=groups,
+            log=folder.logs / "rewards.log",
         )
         # Before the trainer changes the model: the start model may be copied here.
         start = partial(make_start_scorer, config, loaded, searcher)
@@ -93,7 +98,7 @@ class SyncRun:
         trainer = make_trainer(
             config,
             loaded,
-            task,
+            task.reward_weights,
             make_learner(config, loaded),
             groups,
             lagged or LocalWeights(engine.load),
@@ -101,7 +106,7 @@ class SyncRun:
             counts=counts,
             reference_publisher=LocalWeights(searcher.load_reference),
             ledger=ledger,
-            parts={"search": state} if lagged is None else {"search": state, "weights": lagged},
+            parts={"search": search_counts} if lagged is None else {"search": search_counts, "weights": lagged},
         )
         trainer.resume(checkpoint)
         if checkpoint is not None and lagged is None:  # lagged weights load what is due themselves
@@ -187,31 +192,3 @@ class SyncRun:
         self.searcher.close()
         self.recorder.close()
         self.trainer.close()  # last: it raises where groups could not be written
-
-
-def make_local_searcher(
-    config: Config,
-    folder: RunFolder,
-    inputs: RunInputs,
-    engine: Engine,
-    reference_engine: Engine | None,
-    *,
-    state: SearchState,
-    sender: LocalGroups,
-    ledger: VisitLedger,
-) -> Searcher:
-    """The one searcher, with the workers of its rewards; it takes its visits from the ledger itself."""
-    loaded, task = inputs.loaded, inputs.task
-    return make_searcher(
-        config,
-        loaded,
-        task,
-        engine=engine,
-        state=state,
-        visits=LedgerVisits(ledger),
-        reference_engine=reference_engine,
-        rewards=make_rewards(task, config, log=folder.logs / "rewards.log"),
-        sender=sender,
-        step_values=make_step_values(config, loaded, task, log=folder.logs / "rewards-values.log"),
-        reference_samples=make_reference_samples(config, reference_engine),
-    )

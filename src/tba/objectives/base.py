@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,21 +50,6 @@ class Needs:
     """Whether the target is a distribution, which objective.target_temperature can shape."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extras:
-    """What an objective wants made for it beside the policy. Extras(critic=True) gives forward.values_N."""
-
-    critic: bool = False
-    """Whether forward.values_N are made, by a head on the policy's hidden states."""
-    log_z: bool = False
-    """Whether forward.log_z_P is made, by a head of its own."""
-    heads_learning_rate: float | None = None
-    """Learning rate of the critic's and log Z's heads; None = the policy's."""
-    continuations: int = 0
-    """Number of responses that searchers generate from each step's prefix, whose mean reward is batch.step_values_N. 0 =
-    none."""
-
-
 class Objective(Section):
     """A subclass declares its settings as fields and computes the loss in `__call__`.
 
@@ -84,11 +69,25 @@ class Objective(Section):
     """Value of objective.max_kl_penalty where neither it nor beta is set; None = no bound."""
     default_reset_every: ClassVar[int] = 0
     """Value of reference.reset_every where it is not set; 0 = never."""
+    has_critic: ClassVar[bool] = False
+    """Whether forward.values_N are made, by a head on the policy's hidden states."""
+    has_log_z: ClassVar[bool] = False
+    """Whether forward.log_z_P is made, by a head of its own."""
+    heads_learning_rate: ClassVar[float | None] = None
+    """Learning rate of the critic's and log Z's heads; None = the policy's."""
+    continuations: ClassVar[int] = 0
+    """Number of responses that searchers generate from each step's prefix, whose mean reward is batch.step_values_N. 0 =
+    none."""
 
     @classmethod
     def make(cls, config: Config) -> Self:
-        """From objective.*; override it where a setting follows from another section."""
-        return cls.model_validate(config.objective.settings)
+        """From objective.*; override it where a combination of them is refused."""
+        return cls.model_validate({**cls.settings_from(config), **config.objective.settings})
+
+    @classmethod
+    def settings_from(cls, config: Config) -> dict[str, Any]:
+        """Settings that follow from other sections, where they are not given."""
+        return {}
 
     @classmethod
     def beta_where_unset(cls, max_new_tokens: int) -> float:
@@ -96,11 +95,6 @@ class Objective(Section):
         if cls.default_beta_tokens is None:
             return cls.default_beta
         return cls.default_beta * min(1.0, cls.default_beta_tokens / max_new_tokens)
-
-    @property
-    def extras(self) -> Extras:
-        """Override it where the policy alone is not enough."""
-        return Extras()
 
     @property
     def coupling(self) -> Coupling:

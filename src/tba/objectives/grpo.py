@@ -97,7 +97,7 @@ class GroupRelative(Objective):
 
     @classmethod
     def make(cls, config: Config) -> Self:
-        made = cls.model_validate(cls._settings(config))
+        made = super().make(config)
         problems = [
             f"objective.{name}={getattr(made, name)} has no effect with objective.surrogate={made.surrogate}: it belongs to "
             f"{' and '.join(owners)}. Leave objective.{name} unset, or set objective.surrogate={owners[0]}."
@@ -108,10 +108,6 @@ class GroupRelative(Objective):
         if problems:
             raise ConfigError("\n".join(problems))
         return made
-
-    @classmethod
-    def _settings(cls, config: Config) -> dict[str, Any]:
-        return dict(config.objective.settings)
 
     @property
     def coupling(self) -> Coupling:
@@ -204,8 +200,8 @@ class DrGRPO(GroupRelative):
     default_beta: ClassVar[float] = 0.0
 
     @classmethod
-    def _settings(cls, config: Config) -> dict[str, Any]:
-        return {"normal_length": config.generate.max_new_tokens} | config.objective.settings
+    def settings_from(cls, config: Config) -> dict[str, Any]:
+        return {"normal_length": config.generate.max_new_tokens}
 
     def _average(self, loss_N: Tensor, batch: Batch) -> Tensor:
         assert self.normal_length is not None

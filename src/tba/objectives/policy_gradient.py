@@ -1,6 +1,7 @@
-"""Policy gradients on whole responses: REINFORCE, RLOO and Proximal RLOO (arXiv 2402.14740; mnoukhov/async_rlhf).
+"""Losses on whole responses: the policy gradients REINFORCE, RLOO and Proximal RLOO (arXiv 2402.14740;
+mnoukhov/async_rlhf), and online DPO.
 
-    R_ij = r_ij - beta sum_t (log pi_old - log ref)
+    R_ij = r_ij - beta sum_t (log pi_old - log ref)    for the policy gradients
 
 Axes: P prompts, K responses per prompt, N tokens of all responses.
 """
@@ -12,6 +13,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tba.objectives.base import (
     Coupling,
@@ -21,6 +23,7 @@ from tba.objectives.base import (
     clipped_surrogate,
     leave_one_out,
     mean_over_responses,
+    mean_where,
     penalised_rewards,
     ratio_metrics,
     ratios,
@@ -37,20 +40,21 @@ class Reinforce(Objective):
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
-        return_PK = penalised_rewards(batch, beta=beta)
-        return _score_function(batch, forward, centred(return_PK, batch.weight_PK))
+        advantage_PK = self._advantage(penalised_rewards(batch, beta=beta), batch.weight_PK)
+        # Dropped first: the advantage of a response that does not count may be unknown, and 0 x NaN is NaN.
+        advantage_PK = torch.where(batch.weight_PK > 0, advantage_PK, torch.zeros_like(advantage_PK))
+        log_pi_PK = batch.sum_per_response(forward.log_pi_N)
+        return Loss(value=mean_over_responses(-advantage_PK * log_pi_PK, batch), metrics={})
+
+    def _advantage(self, return_PK: Tensor, weight_PK: Tensor) -> Tensor:
+        return centred(return_PK, weight_PK)
 
 
-class RLOO(Objective):
+class RLOO(Reinforce):
     """`rloo`: loss = -mean A log pi, A = R - mean of the prompt's other R. No correction for stale data."""
 
-    default_coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, group=True, multiplicities=True, own_samples=True)
-    default_beta: ClassVar[float] = 0.05
-
-    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
-        advantage_PK = leave_one_out(penalised_rewards(batch, beta=beta), batch.weight_PK)
-        return _score_function(batch, forward, advantage_PK)
+    def _advantage(self, return_PK: Tensor, weight_PK: Tensor) -> Tensor:
+        return leave_one_out(return_PK, weight_PK)
 
 
 class ProximalRLOO(Objective):
@@ -71,8 +75,31 @@ class ProximalRLOO(Objective):
         return Loss(value=mean_over_responses(loss_PK, batch), metrics=metrics)
 
 
-def _score_function(batch: Batch, forward: Forward, advantage_PK: Tensor) -> Loss:
-    # Dropped first: the advantage of a response that does not count may be unknown, and 0 x NaN is NaN.
-    advantage_PK = torch.where(batch.weight_PK > 0, advantage_PK, torch.zeros_like(advantage_PK))
-    log_pi_PK = batch.sum_per_response(forward.log_pi_N)
-    return Loss(value=mean_over_responses(-advantage_PK * log_pi_PK, batch), metrics={})
+class OnlineDPO(Objective):
+    """`online_dpo`: direct preferences between the best and the worst of a prompt's responses (arXiv 2402.04792).
+
+        loss = -mean_i log sigmoid(beta [(log pi_c - log pi_r) - (log ref_c - log ref_r)])
+
+    On stale data this is Async DPO (arXiv 2410.18252). A prompt whose rewards are all equal has no preference: its pair is
+    one and the same response, which gives no gradient.
+    """
+
+    default_coupling: ClassVar[Coupling] = "group"
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
+    default_beta: ClassVar[float] = 0.1
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        gap_PK = batch.sum_per_response(forward.log_pi_N) - batch.sum_per_response(batch.log_ref_N)
+        kept_PK = batch.weight_PK > 0
+        chosen_P1 = batch.reward_PK.masked_fill(~kept_PK, -torch.inf).argmax(dim=1, keepdim=True)
+        rejected_P1 = batch.reward_PK.masked_fill(~kept_PK, torch.inf).argmin(dim=1, keepdim=True)
+        margin_P = beta * (gap_PK.gather(1, chosen_P1) - gap_PK.gather(1, rejected_P1))[:, 0]
+        prompts_P = kept_PK.any(dim=1)
+        loss_P = torch.where(prompts_P, -logsigmoid(margin_P), torch.zeros_like(margin_P))
+        pairs_P = prompts_P & (chosen_P1 != rejected_P1)[:, 0]
+        metrics = {
+            "objective/pairs": pairs_P.float().mean(),
+            "objective/margin": mean_where(margin_P, pairs_P),
+            "objective/accuracy": mean_where(margin_P > 0, pairs_P),
+        }
+        return Loss(value=loss_P.sum() / max(1, batch.totals.prompts), metrics=metrics)

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from tba.objectives.base import (
     Coupling,
-    Extras,
     Needs,
     Objective,
     clipped_surrogate,
@@ -55,15 +54,12 @@ class PPO(Objective):
     """Discount of rewards and values, per token."""
     gae_lambda: ClassVar[float] = 0.95
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
+    has_critic: ClassVar[bool] = True
     value_coefficient: ClassVar[float] = 0.1
     """Weight c of the value loss."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(critic=True)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.values_N is not None
@@ -100,6 +96,7 @@ def generalised_advantages(
     batch: Batch, reward_N: Tensor, value_N: Tensor, *, gamma: float, gae_lambda: float
 ) -> Tensor:
     """GAE over each response's chosen tokens; after the last one the value is 0. Zero at tokens not chosen."""
+    # One token of all responses at a time: a value needs the one after it, and responses are many.
     place, (R, T) = _places(batch)
     reward_RT, value_RT = (_spread(values, batch, place, R, T) for values in (reward_N, value_N))
     advantage_RT = torch.zeros_like(reward_RT)
@@ -171,16 +168,12 @@ class VinePPO(Objective):
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
 
-    @property
-    def extras(self) -> Extras:
-        return Extras(continuations=self.continuations)
-
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
         advantage_N = whiten(step_advantages(batch), kept_N)
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
-        value = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N)).sum() / tokens
+        value = _sum(surrogate_N, kept_N) / tokens
         if beta > 0.0:
             kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=LARGEST_K3))
             value = value + beta * mean_over_responses(kl_PK, batch)

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from tba.config import Config, ConfigError, Schedule
 from tba.objectives.base import Needs, Objective
-from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
-from tba.objectives.policy_gradient import RLOO, ProximalRLOO, Reinforce
+from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 
@@ -35,10 +34,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-Check = tuple[bool, str]
-"""Whether a refusal applies, and its words."""
-
-
 def make_objective(config: Config) -> Objective:
     """The objective of objective.name with its settings, checked against the rest of the config."""
     kind = objective_class(config.objective.name)
@@ -50,7 +45,7 @@ def make_objective(config: Config) -> Objective:
     reset_every = config.reference.reset_every
     if reset_every is None:
         reset_every = reset_every_where_unset(config, objective)
-    problems = refusals(config, objective.needs, default_beta=default_beta, reset_every=reset_every)
+    problems = list(refusals(config, objective.needs, default_beta=default_beta, reset_every=reset_every))
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
@@ -78,99 +73,73 @@ LARGEST_BETA = 100.0
 """Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
 
 
-def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: int) -> list[str]:
-    """What in the config contradicts the objective; empty = nothing."""
+def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: int) -> Iterator[str]:
+    """What in the config contradicts the objective."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
+    explore, temperature = config.search.explore, config.objective.target_temperature
     first, last = (config.objective.beta or Schedule(start=default_beta)).ends
-    truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
-    explore = config.search.explore
-    explores = explore.probability > 0 or truncates
-    checks: list[Check] = [
-        *_beta(name, first, last, needs, default_beta=default_beta),
-        (
-            needs.group and train.samples_per_prompt < 2,
-            f"train.samples_per_prompt must be at least 2 for {name}, got {train.samples_per_prompt}: with one sample a "
-            "response has nothing to be compared with and nothing is learned.",
-        ),
-        (
-            (needs.behaviour or needs.own_samples) and bool(replay.imports),
-            f"replay.imports cannot be used with {name}: it needs responses whose sampling probabilities are known, and "
-            "imported text has none. Use tb, kimi or online_dpo.",
-        ),
-        (
-            needs.multiplicities and replay.deduplicate is True,
-            f"replay.deduplicate=true biases {name}: its estimate needs every response as often as it was sampled. Leave "
-            "replay.deduplicate unset.",
-        ),
-        (
-            needs.own_samples and explores,
-            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, "
-            "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb.",
-        ),
-        (
-            (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0,
-            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
-            "log-probs of the policy itself. Use tb, or set it to 0.",
-        ),
-        (
-            needs.all_responses and train.truncated == "drop",
-            f"train.truncated=drop biases {name}: a value is the mean over all continuations, and responses that happen to "
-            "end are better than it on average. Set train.truncated=keep or penalise.",
-        ),
-        *_shaping(config, needs),
-        *_resets(config, reset_every, has_reference=max(first, last) > 0),
-    ]
-    return [message for applies, message in checks if applies]
-
-
-def _beta(name: str, first: float, last: float, needs: Needs, *, default_beta: float) -> list[Check]:
-    """Checks of the values that beta has at its start and its end."""
-    return [
-        (
-            needs.positive_beta and min(first, last) <= 0,
-            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: "
-            + (
-                "set objective.beta.end."
-                if first > 0
-                else f"it divides the reward. Use {default_beta:g} or leave it unset; for no pull to a reference, use "
-                "an objective such as objective.name=rloo objective.beta=0."
-            ),
-        ),
-        (
-            max(first, last) > LARGEST_BETA,
-            f"objective.beta={max(first, last):g} is above {LARGEST_BETA:g}: the policy would be held at the reference and "
-            f"learn nothing. Rewards between 0 and 1 want .001 to .1; {name} uses {default_beta:g} where it is unset.",
-        ),
-        (
-            not needs.positive_beta and min(first, last) < 0,
-            f"objective.beta must not be negative, got start={first}, end={last}.",
-        ),
-    ]
-
-
-def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
-    name, temperature = config.objective.name, config.objective.target_temperature
-    if temperature is not None:
-        first, last = temperature.ends
-        yield (
-            not needs.target,
-            f"objective.target_temperature cannot be used with {name}, whose target is not shaped: use tb or tb_learned_z.",
+    if needs.positive_beta and min(first, last) <= 0:
+        yield f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: " + (
+            "set objective.beta.end."
+            if first > 0
+            else f"it divides the reward. Use {default_beta:g} or leave it unset; for no pull to a reference, use "
+            "an objective such as objective.name=rloo objective.beta=0."
         )
-        yield min(first, last) <= 0, f"objective.target_temperature must stay above 0, got start={first}, end={last}."
-
-
-def _resets(config: Config, every: int, *, has_reference: bool) -> Iterator[Check]:
-    name = config.objective.name
-    yield (
-        every > 0 and not has_reference,
-        f"reference.reset_every={every} has no effect: with objective.beta=0 {name} has no reference. Set objective.beta, "
-        "or reference.reset_every=0.",
-    )
-    yield (
-        every % config.train.updates_per_batch != 0,
-        f"reference.reset_every={every} falls between the train.updates_per_batch={config.train.updates_per_batch} updates "
-        "of a batch: make it a multiple.",
-    )
+    if max(first, last) > LARGEST_BETA:
+        yield (
+            f"objective.beta={max(first, last):g} is above {LARGEST_BETA:g}: the policy would be held at the reference and "
+            f"learn nothing. Rewards between 0 and 1 want .001 to .1; {name} uses {default_beta:g} where it is unset."
+        )
+    if not needs.positive_beta and min(first, last) < 0:
+        yield f"objective.beta must not be negative, got start={first}, end={last}."
+    if needs.group and train.samples_per_prompt < 2:
+        yield (
+            f"train.samples_per_prompt must be at least 2 for {name}, got {train.samples_per_prompt}: with one sample a "
+            "response has nothing to be compared with and nothing is learned."
+        )
+    if (needs.behaviour or needs.own_samples) and replay.imports:
+        yield (
+            f"replay.imports cannot be used with {name}: it needs responses whose sampling probabilities are known, and "
+            "imported text has none. Use tb, kimi or online_dpo."
+        )
+    if needs.multiplicities and replay.deduplicate:
+        yield (
+            f"replay.deduplicate=true biases {name}: its estimate needs every response as often as it was sampled. Leave "
+            "replay.deduplicate unset."
+        )
+    truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
+    if needs.own_samples and (explore.probability > 0 or truncates):
+        yield (
+            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, "
+            "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb."
+        )
+    if (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0:
+        yield (
+            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
+            "log-probs of the policy itself. Use tb, or set it to 0."
+        )
+    if needs.all_responses and train.truncated == "drop":
+        yield (
+            f"train.truncated=drop biases {name}: a value is the mean over all continuations, and responses that happen to "
+            "end are better than it on average. Set train.truncated=keep or penalise."
+        )
+    if temperature is not None and not needs.target:
+        yield (
+            f"objective.target_temperature cannot be used with {name}, whose target is not shaped: use tb or tb_learned_z."
+        )
+    if temperature is not None and min(temperature.ends) <= 0:
+        start, end = temperature.ends
+        yield f"objective.target_temperature must stay above 0, got start={start}, end={end}."
+    if reset_every > 0 and max(first, last) <= 0:
+        yield (
+            f"reference.reset_every={reset_every} has no effect: with objective.beta=0 {name} has no reference. Set "
+            "objective.beta, or reference.reset_every=0."
+        )
+    if reset_every % train.updates_per_batch != 0:
+        yield (
+            f"reference.reset_every={reset_every} falls between the train.updates_per_batch={train.updates_per_batch} "
+            "updates of a batch: make it a multiple."
+        )
 
 
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
@@ -178,10 +147,7 @@ def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) 
     if problem["type"] == "extra_forbidden":
         known = list(kind.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)
+        takes = f"{config.objective.name} takes {', '.join(['beta', *known])}."
+        hint = f"did you mean objective.{close[0]}?" if close else takes
         return f"unknown key objective.{name} for objective.name={config.objective.name}: {hint}"
     return f"objective.{name}: {problem['msg']}, got {problem['input']!r}."
-
-
-def _takes(name: str, known: list[str]) -> str:
-    return f"{name} takes {', '.join(['beta', *known])}."

@@ -17,17 +17,15 @@ Axes: P prompts, K responses per prompt, N tokens of all responses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
 from tba.config import Config
 from tba.objectives.base import (
     Coupling,
-    Extras,
     Needs,
     Objective,
     centred,
@@ -133,7 +131,8 @@ class LearnedLogZ(Objective):
     GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate, and again after every reference reset, and
     has its own learning rate."""
 
-    log_z_learning_rate: ClassVar[float] = 0.5
+    has_log_z: ClassVar[bool] = True
+    heads_learning_rate: ClassVar[float | None] = 0.5
     """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
     prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
     `tba.policy.model.LogZ`. log Z has to follow r / beta: this does where the mean reward rises by no more than beta per
@@ -142,10 +141,6 @@ class LearnedLogZ(Objective):
     default_coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
     default_beta: ClassVar[float] = 0.05
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(log_z=True, heads_learning_rate=self.log_z_learning_rate)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None
@@ -269,8 +264,8 @@ class TBAPrime(Objective):
     default_reset_every: ClassVar[int] = 50
 
     @classmethod
-    def make(cls, config: Config) -> Self:
-        return cls.model_validate({"normal_length": config.generate.max_new_tokens} | config.objective.settings)
+    def settings_from(cls, config: Config) -> dict[str, Any]:
+        return {"normal_length": config.generate.max_new_tokens}
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None

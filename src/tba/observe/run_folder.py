@@ -70,7 +70,7 @@ PROBE_BYTES = 2**20
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
     sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
-    it has moved aside. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
+    it has moved aside.
     """
 
     def __init__(self, path: Path) -> None:
@@ -193,16 +193,15 @@ class RunFolder:
         return {"step": 0}
 
     def newest_checkpoint(self) -> Path:
-        """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other
-        was written. A FileNotFoundError names the run folder when there is none."""
-        found = self.checkpoints_by_step() or self.checkpoints_by_step("healthy-step-")
+        """The checkpoint of the highest step. A FileNotFoundError names the run folder when there is none."""
+        found = self.checkpoints_by_step()
         if not found:
             raise FileNotFoundError(f"run folder {self.path} has no checkpoint yet.")
         return found[max(found)]
 
     def resumable(self) -> list[tuple[int, Path]]:
-        """Steps and folders of the whole checkpoints that a run can go on from: its own and the guard's healthy ones."""
-        return [item for prefix in ("step-", "healthy-step-") for item in self.checkpoints_by_step(prefix).items()]
+        """Steps and folders of the whole checkpoints that a run can go on from."""
+        return list(self.checkpoints_by_step().items())
 
     def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Folders of the whole checkpoints whose name is `prefix` and a step, by their step; others in there are ignored."""

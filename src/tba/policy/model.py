@@ -38,12 +38,6 @@ from tba.types import Forward
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 logger = logging.getLogger("tba.models")
 
 SMALLEST_SQUARE = 1e-12
@@ -301,23 +295,6 @@ def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- weights spread over ranks ---------------------------------------------------------------------------------------
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or a gradient, sharing its memory; a tensor that is not sharded is all here."""
-    sharded: Any = tensor.detach()
-    return sharded.to_local() if is_sharded(tensor) else tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Their module takes long to import, and a trainer of one rank never meets one."""
-    return hasattr(tensor, "to_local")
-
-
-def rows_of_rank(num_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row of a rank and the one after its last: rows_of_rank(10, 3, 4) == (9, 10)."""
-    each = -(-num_rows // size)
-    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
 
 class ShardedForward(nn.Module):

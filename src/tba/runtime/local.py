@@ -203,16 +203,20 @@ class LocalRuntime:
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
         self._beat()
-        self._publish(self._slots, weights)
+        published = self._slots.publish(weights.tensors, version=weights.version)
+        self._slots.add_canary(self._canary(published))
 
     @property
     def reference_publisher(self) -> WeightPublisher | None:
         """Publishes references; None where they are never reset."""
         references = self._references
-        return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
+        if references is None:
+            return None
 
-    def _publish(self, slots: WeightSlots, weights: Weights) -> None:
-        slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
+        def publish(weights: Weights) -> None:
+            references.publish(weights.tensors, version=weights.version)  # searchers compare the checksum
+
+        return LocalWeights(publish)
 
     def evaluate(self, version: int) -> None:
         """Ask one searcher; if it dies, another is asked."""

@@ -18,7 +18,7 @@ from tba.generate.contract import Engine
 from tba.tasks.base import FinishedGroup, Rewards
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of
 from tba.tasks.rewards.pool import score_all, texts_of
-from tba.types import Completion, Prompt, Request, Sampling, combined_reward
+from tba.types import Completion, Request, Sampling, combined_reward
 
 Prefix = tuple[int, bytes]
 """Index of a group, and the tokens of one of its responses up to a step's start."""
@@ -44,23 +44,24 @@ class StepValues:
     def __call__(self, engine: Engine, groups: Sequence[FinishedGroup]) -> list[list[np.ndarray]]:
         """For each group and response. NaN at the first token too where no continuation could be scored. All prefixes of all
         groups are continued side by side: those of one group alone would leave most slots of the engine empty."""
-        starts = [[self.step_starts(completion.token_ids) for completion in group.completions] for group in groups]
+        starts = [
+            [(index, completion.token_ids, self.step_starts(completion.token_ids)) for completion in group.completions]
+            for index, group in enumerate(groups)
+        ]
         prefixes = {
-            (index, completion.token_ids[:start].tobytes()): completion.token_ids[:start]
-            for index, (group, of_group) in enumerate(zip(groups, starts))
-            for completion, own in zip(group.completions, of_group)
+            (index, token_ids[:start].tobytes()): token_ids[:start]
+            for of_group in starts
+            for index, token_ids, own in of_group
             for start in own
         }
         value_of = self._values(engine, groups, prefixes)
-        found: list[list[np.ndarray]] = []
-        for index, (group, of_group) in enumerate(zip(groups, starts)):
-            found.append([])
-            for completion, own in zip(group.completions, of_group):
-                values = np.full(len(completion.token_ids), np.nan, np.float32)
-                for start in own:
-                    values[start] = value_of[index, completion.token_ids[:start].tobytes()]
-                found[-1].append(values)
-        return found
+
+        def values_of(index: int, token_ids: np.ndarray, own: list[int]) -> np.ndarray:
+            values = np.full(len(token_ids), np.nan, np.float32)
+            values[own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
+            return values
+
+        return [[values_of(*response) for response in of_group] for of_group in starts]
 
     def step_starts(self, token_ids: np.ndarray) -> list[int]:
         """First token of every step: 0, and what follows a line break."""
@@ -76,10 +77,17 @@ class StepValues:
         self, engine: Engine, groups: Sequence[FinishedGroup], prefixes: Mapping[Prefix, np.ndarray]
     ) -> dict[Prefix, float]:
         """Mean reward of each prefix's continuations."""
-        requests = [self._request(groups[index], prefix) for (index, _), prefix in prefixes.items()]
-        members: dict[tuple[str, int], list[Completion]] = {
-            (request.prompt.id, request.first_sample): [] for request in requests
-        }
+        requests = []
+        for (index, _), prefix in prefixes.items():
+            prompt, completions = groups[index].prompt, groups[index].completions
+            # A name of its own for each prefix, and other samples at another visit: both are part of the key of every
+            # random number.
+            name = f"{prompt.id}#{blake2b(prefix.tobytes(), digest_size=8).hexdigest()}"
+            visit = completions[0].sample_index // max(1, len(completions))
+            requests.append(
+                Request(prompt=replace(prompt, id=name), first_sample=visit * self.continuations, prefix_ids=prefix)
+            )
+        members: dict[tuple[str, int], list[Completion]] = {(r.prompt.id, r.first_sample): [] for r in requests}
         for completion in engine.sibling().generate(
             requests,
             samples_per_prompt=self.continuations,
@@ -89,41 +97,23 @@ class StepValues:
             first_sample = completion.sample_index // self.continuations * self.continuations
             members[completion.prompt_id, first_sample].append(completion)
         continued = [
-            self._as_group(groups[index].prompt, own)
+            FinishedGroup(prompt=groups[index].prompt, completions=own, texts=texts_of(self.tokenizer, own))
             for (index, _), own in zip(prefixes, members.values(), strict=True)
         ]
         outcomes = score_all(self.rewards, continued, between_polls=self.between_steps)
-        means = [self._mean(own.completions, found) for own, found in zip(continued, outcomes)]
-        return dict(zip(prefixes, means))
-
-    def _request(self, group: FinishedGroup, prefix: np.ndarray) -> Request:
-        """Another visit to the prompt continues with other random numbers."""
-        visit = group.completions[0].sample_index // max(1, len(group.completions))
-        prompt = _named_after(group.prompt, prefix)
-        return Request(prompt=prompt, first_sample=visit * self.continuations, prefix_ids=prefix)
-
-    def _as_group(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
-        texts = texts_of(self.tokenizer, completions)
-        return FinishedGroup(prompt=prompt, completions=completions, texts=texts)
+        return {prefix: self._mean(own.completions, found) for prefix, own, found in zip(prefixes, continued, outcomes)}
 
     def _mean(self, completions: Sequence[Completion], outcomes: Sequence[Outcome]) -> float:
-        rewards = [
-            self._reward(completion, components)
-            for completion, components in zip(completions, map(components_of, outcomes))
-            if components is not None
-        ]
+        """As `tba.train.batch.combine` rewards responses: what is compared must be of one kind."""
+        rewards: list[float] = []
+        for completion, components in zip(completions, map(components_of, outcomes)):
+            if components is None:
+                continue
+            if self.cut_off_reward is not None and completion.finish == "length":
+                rewards.append(self.cut_off_reward)
+            else:
+                rewards.append(combined_reward(components, self.reward_weights))
         return float(np.mean(rewards)) if rewards else float("nan")
-
-    def _reward(self, completion: Completion, components: Mapping[str, float | None]) -> float:
-        """As `tba.train.batch.combine` rewards a response: what is compared must be of one kind."""
-        if self.cut_off_reward is not None and completion.finish == "length":
-            return self.cut_off_reward
-        return combined_reward(components, self.reward_weights)
-
-
-def _named_after(prompt: Prompt, prefix: np.ndarray) -> Prompt:
-    """The prompt under a name of its own for this prefix: the name is part of the key of every random number."""
-    return replace(prompt, id=f"{prompt.id}#{blake2b(prefix.tobytes(), digest_size=8).hexdigest()}")
 
 
 def lost_without_values(outcomes: Sequence[Outcome], values: Sequence[np.ndarray]) -> list[Outcome]:

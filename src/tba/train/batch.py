@@ -10,8 +10,9 @@ is spread over several micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -94,40 +95,45 @@ class MicroBatch:
     packed: PackedTokens
 
 
-def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
-    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
-    a prompt exceeds the budget."""
-    K, cost = batch.shape[1], _prompt_costs(batch, budget)
-    if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
-        return None
-    falling = sorted(prompts, key=cost.__getitem__, reverse=True)
-
-    def split(max_tokens: int) -> list[list[int]]:
-        return split_by_budget(
-            falling,
-            max_tokens=max_tokens,
-            cost=lambda _, prompt: cost[prompt],
-            joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
-        )
-
-    return _evenly(split, budget, total=sum(cost[prompt] for prompt in prompts))
-
-
 EVEN_SHARES = (1.0, 1.03, 1.1, 1.25, 1.5)
 """Sizes of a micro-batch that are tried, as shares of the mean, before it is filled to the budget."""
 
 
-def _evenly(split: Callable[[int], list[list[int]]], budget: Budget, *, total: int) -> list[list[int]]:
-    """The same number of micro-batches that the budget takes, none much smaller than the others: what is left over from full
-    ones may take the host longer to launch than the device to compute, and full ones take the most memory."""
+def _evenly(
+    items: Sequence[int], budget: Budget, *, responses: int, cost: Callable[[Sequence[int], int], int]
+) -> list[list[int]]:
+    """Items of so many responses each, in the number of micro-batches that the budget takes, none much smaller than the
+    others: what is left over from full ones may take the host longer to launch than the device to compute, and full ones
+    take the most memory."""
+
+    def split(max_tokens: int) -> list[list[int]]:
+        def joins(part: Sequence[int], _: int) -> bool:
+            return budget.admits(tokens=0, responses=(len(part) + 1) * responses)
+
+        return split_by_budget(items, max_tokens=max_tokens, cost=cost, joins=joins)
+
     full = split(budget.max_tokens)
-    for share in EVEN_SHARES if len(full) > 1 else ():
+    if len(full) < 2:
+        return full
+    total = sum(cost(items[max(0, place - 1) : place], item) for place, item in enumerate(items))
+    for share in EVEN_SHARES:
         limit = math.ceil(share * total / len(full))
         if limit < budget.max_tokens:
             parts = split(limit)
             if len(parts) == len(full):
                 return parts
     return full
+
+
+def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
+    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
+    a prompt exceeds the budget."""
+    K, cost = batch.shape[1], _prompt_costs(batch, budget)
+    # Group-coupled losses need a prompt's responses side by side: one that is spread costs all prompts a second pass.
+    if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
+        return None
+    falling = sorted(prompts, key=cost.__getitem__, reverse=True)
+    return _evenly(falling, budget, responses=K, cost=lambda _, prompt: cost[prompt])
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
@@ -140,15 +146,7 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> l
         shared = budget.share_prompts and same_prompt
         return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
 
-    def split(max_tokens: int) -> list[list[int]]:
-        return split_by_budget(
-            responses,
-            max_tokens=max_tokens,
-            cost=cost,
-            joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
-        )
-
-    return _evenly(split, budget, total=sum(cost(responses[max(0, i - 1) : i], r) for i, r in enumerate(responses)))
+    return _evenly(responses, budget, responses=1, cost=cost)
 
 
 def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:
@@ -156,9 +154,7 @@ def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[l
 
     The costliest prompt left goes to the rank that has least to do.
     """
-    if num_ranks == 1:
-        parts = split_whole_prompts(batch, budget, range(batch.shape[0]))
-        return None if parts is None else [parts]
+    # Every rank deals alike from the same batch, so that none need be told what is whose.
     cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):
@@ -200,7 +196,8 @@ def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) 
     """Pack some responses of a batch, those of a prompt together."""
     K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
-    for prompt, members in _by_prompt(responses, K):
+    for prompt, of_prompt in groupby(responses, key=lambda response: response // K):
+        members = list(of_prompt)
         prompts.append(prompt)
         own.append([batch.token_ids_N[ends[r] : ends[r + 1]] for r in members])
         begins.append(members[0] == prompt * K)
@@ -212,14 +209,6 @@ def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) 
         begins=on_device(torch.tensor(begins), device),
         packed=packed,
     )
-
-
-def _by_prompt(responses: list[int], K: int) -> Iterator[tuple[int, list[int]]]:
-    start = 0
-    for end in range(1, len(responses) + 1):
-        if end == len(responses) or responses[end] // K != responses[start] // K:
-            yield responses[start] // K, responses[start:end]
-            start = end
 
 
 def _prompt_costs(batch: Batch, budget: Budget) -> list[int]:
@@ -235,11 +224,15 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     kept_PK, dropped = batch.weight_PK > 0, float((batch.sampled_PK & (batch.weight_PK == 0)).sum())
     if not kept_PK.any():
         return {"off_policy/dropped": dropped}
-    log_pi_PK, log_ref_PK = batch.sum_per_response(log_pi_N), batch.sum_per_response(batch.log_ref_N)
-    lag = _lags(batch, kept_PK, step)
-    std_P = _reward_std(batch)
+    # Imported responses and the reference's have no lag.
+    own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
+    lag = (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
+    sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
+    # Of all responses that were sampled, also those without weight.
+    squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
+    std_P = (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
     return {
-        **_responses(batch, log_pi_PK - log_ref_PK, kept_PK),
+        **_means(batch, log_pi_N, kept_PK),
         **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
         "reward_std": float(std_P.mean()),
         "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
@@ -249,27 +242,14 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     }
 
 
-def _reward_std(batch: Batch) -> Tensor:
-    """[P]: standard deviation of the rewards of the responses that were sampled for each prompt."""
-    sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
-    squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
-    return (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
-
-
-def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:
-    """Lags of the responses that the policy generated; imported ones and the reference's have none. 0 if no lag is known."""
-    own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
-    return (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
-
-
 def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
     """What the collapse guard looks at, of all sampled responses: where equal-reward groups or cut-off responses lose their
     weight, those that count look well until none is left."""
+    return _means(batch, log_pi_N, batch.sampled_PK)
+
+
+def _means(batch: Batch, log_pi_N: Tensor, kept_PK: Tensor) -> dict[str, float]:
     log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
-    return _responses(batch, log_ratio_PK, batch.sampled_PK)
-
-
-def _responses(batch: Batch, log_ratio_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
     return {
         "reward": float(batch.reward_PK[kept_PK].mean()),
         "kl": float(log_ratio_PK[kept_PK].mean()),
@@ -286,25 +266,23 @@ def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> 
     known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
     if not known_PK.any():
         return {}
+    # The drift is of the policy itself; the ratio is to what chose the tokens, which exploration and top-p shift.
     drift_PK, log_ratio = log_pi_PK - policy_PK, (log_pi_PK - behaviour_PK)[known_PK]
     ratio = torch.exp(log_ratio - log_ratio.max())
-    moved = agreement(batch.reward_PK, drift_PK, known_PK) if exact else None
-    return {
+    found = {
         "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
         "off_policy/kl": -float(drift_PK[known_PK].mean()),
-        **_drift_of_late(batch, drift_PK, known_PK & (batch.version_PK < step), step=step, exact=exact),
-        **({} if moved is None else {"off_policy/agreement": moved}),
     }
-
-
-def _drift_of_late(batch: Batch, drift_PK: Tensor, late_PK: Tensor, *, step: int, exact: bool) -> dict[str, float]:
-    """Mean |drift| of the responses of earlier versions, and their mean lag."""
-    if not late_PK.any():
-        return {}
-    size = float(drift_PK[late_PK].abs().mean())
-    if not exact:
-        size = without_rounding(size, float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
-    return {"off_policy/drift": size, "off_policy/drift_lag": float((step - batch.version_PK)[late_PK].float().mean())}
+    # Responses of this very version have not been moved by any update: only earlier ones show what updates do.
+    late_PK = known_PK & (batch.version_PK < step)
+    if late_PK.any():
+        size = float(drift_PK[late_PK].abs().mean())
+        if not exact:
+            size = without_rounding(size, float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
+        found["off_policy/drift"] = size
+        found["off_policy/drift_lag"] = float((step - batch.version_PK)[late_PK].float().mean())
+    moved = agreement(batch.reward_PK, drift_PK, known_PK) if exact else None
+    return found if moved is None else {**found, "off_policy/agreement": moved}
 
 
 def without_rounding(nats: float, tokens: float) -> float:

@@ -21,11 +21,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -34,11 +36,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tba.models.load import has_lora
 from tba.observe.files import WriteFailures, sync
 from tba.observe.run_folder import MANIFEST, RunFolder
-from tba.train.state import Snapshot, Stateful, restore, take_snapshot
+from tba.train.state import Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
 
 OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
+OWN = ("pinned", "held", "extra", "best")
+"""What a checkpoint knows of the checkpoints themselves."""
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -47,7 +51,7 @@ class CorruptCheckpoint(RuntimeError):
 
 @dataclass
 class Checkpoints:
-    """Those of one run: checkpoints/step-N, of which the last `keep` stay, the collapse guard's healthy-step-N, and
+    """Those of one run: checkpoints/step-N, of which the last `keep` stay and those that the collapse guard holds, and
     best-step-N, the weights whose evaluation was the best so far."""
 
     folder: RunFolder
@@ -67,6 +71,10 @@ class Checkpoints:
     """Makes copies of the model's tensors, by name, where they are spread over ranks; None = the model has them."""
     pinned: int | None = field(default=None, init=False)
     """Step whose checkpoint stays, whatever its age."""
+    held: set[int] = field(default_factory=set, init=False)
+    """Steps whose checkpoints stay as long as the collapse guard wants them."""
+    extra: set[int] = field(default_factory=set, init=False)
+    """Those of them that were saved for the guard alone: they do not count in `keep`."""
     best: tuple[int, float] | None = field(default=None, init=False)
     """Step and score of the best evaluation so far."""
     _saved: int | None = field(default=None, init=False)
@@ -85,37 +93,40 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
 
+    # What the trainer asks for. All of it returns as soon as everything is copied.
+
     def save(self, step: int) -> None:
-        """Write checkpoints/step-N and drop the oldest beyond `keep`; returns as soon as everything is copied."""
-        if self.keep == 0 or step == self._saved:
+        """Write checkpoints/step-N and drop the oldest beyond `keep`."""
+        if self.keep == 0:
             return
-        self._write(step, f"step-{step}")
-        self._saved, self._saved_best = step, None if self.best is None else self.best[0]
-        drop = partial(self._drop_old, self.pinned, self._saved_best)
-        self._later(partial(self._try_to, "checkpoints to drop in", self.folder.checkpoints, drop))
+        if step != self._saved:
+            self.extra.discard(step)
+            self._write(step)
+            self._saved, self._saved_best = step, None if self.best is None else self.best[0]
+        # As they are now: the trainer goes on changing its sets while the writer works.
+        stay = frozenset({self.pinned, *self.held})
+        drop = partial(self._drop_old, stay, frozenset(self.extra), self._saved_best)
+        self._later("checkpoints to drop in", self.folder.checkpoints, drop)
 
-    def save_healthy(self, step: int) -> None:
-        """Write checkpoints/healthy-step-N; where step-N has just been saved, its files get a second name."""
-        if step == self._saved:
-            source, name = self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"
-            self._later(partial(self._try_to_write, name, partial(link_folder, source, name)))
-        else:
-            self._write(step, f"healthy-step-{step}")
+    def save_held(self, step: int) -> None:
+        """Write the checkpoint of a step that is held, unless it has just been saved."""
+        if step != self._saved:
+            self.extra.add(step)
+            self._write(step)
 
-    def drop_healthy(self, step: int) -> None:
-        self._drop_later(f"healthy-step-{step}")
-
-    def by_step(self, prefix: str = "step-") -> dict[int, Path]:
-        """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
-        self.wait()
-        return self.folder.checkpoints_by_step(prefix)
+    def release(self, step: int) -> None:
+        """The guard needs a checkpoint no more."""
+        self.held.discard(step)
+        if step in self.extra:
+            self.extra.discard(step)
+            self._drop_later(f"step-{step}")
 
     def save_evaluated(self, step: int) -> None:
         """Write the weights that an evaluation was asked for: they are gone when its result arrives."""
         if self.keep > 0:
             self._await(self._last_evaluated)
             self._evaluated.add(step)
-            self._last_evaluated = self._write_later(f"evaluated-step-{step}", {}, {})
+            self._last_evaluated = self._write_later("checkpoint best-step-N, now", f"evaluated-step-{step}", {}, {})
 
     def keep_best(self, step: int, score: float) -> None:
         """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay.
@@ -130,8 +141,8 @@ class Checkpoints:
             self.best = (asked, score)
             if asked in passed:
                 passed.remove(asked)
-                job = partial(self._rename_best, asked, self._saved_best)
-                self._later(partial(self._try_to, "best checkpoint", self.folder.checkpoints, job))
+                rename = partial(self._rename_best, asked, self._saved_best)
+                self._later("best checkpoint", self.folder.checkpoints, rename)
         for found in sorted(passed):
             self._drop_later(f"evaluated-step-{found}")
 
@@ -145,16 +156,6 @@ class Checkpoints:
             if self.best is None or late[judged] >= self.best[1]:
                 self.best = (kept, late[judged])
 
-    def _rename_best(self, step: int, saved_best: int | None) -> None:
-        """Runs in the writer's thread. The one that the newest regular checkpoint knows of stays beside it."""
-        source = self.folder.checkpoints / f"evaluated-step-{step}"
-        if not source.exists():  # it could not be written, which was told, or someone has tidied up
-            return
-        for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
-            if outdone != saved_best:
-                drop_folder(path)
-        replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
-
     def drop_unjudged(self) -> None:
         """The run is over: weights whose evaluation never came are of no use."""
         self._evaluated.clear()
@@ -166,16 +167,38 @@ class Checkpoints:
         self.wait()
         self._drop_outdone(None if self.best is None else self.best[0])
 
+    def drop_after(self, step: int) -> None:
+        """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written."""
+        for leftover in self.folder.checkpoints.glob(".*.partial"):
+            shutil.rmtree(leftover)
+        found = [*self.folder.resumable(), *self.folder.checkpoints_by_step("best-step-").items()]
+        # The newest goes first: a run that is killed in between goes on from one whose steps are all in the files.
+        for _, path in sorted((item for item in found if item[0] > step), reverse=True):
+            logger.warning("%s is dropped: the run goes on from step %d.", path, step)
+            drop_folder(path)
+        self.drop_unjudged()
+
+    def has_later(self, step: int) -> bool:
+        """Whether there are checkpoints of later steps that a run could go on from."""
+        return any(later > step for later, _ in self.folder.resumable())
+
+    def by_step(self, prefix: str = "step-") -> dict[int, Path]:
+        """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
+        self.wait()
+        return self.folder.checkpoints_by_step(prefix)
+
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run: weights, optimizer, heads and every part. What came after it is still
         there (drop_after)."""
         self.wait()  # a run that goes back may still be writing one
         found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
-        self.optimizer.load_state(_nested(load_file(path / OPTIMIZER)))
+        self.optimizer.load_state(load_file(path / OPTIMIZER))
         for head in self.heads:
             head.load_state_dict(load_file(path / f"{type(head).__name__}.safetensors"))
         try:
             state = read_state(path)
+            for name in OWN:
+                setattr(self, name, state[name])
             for name, part in self.parts.items():
                 part.load_state(state["parts"][name])
         except KeyError as error:
@@ -183,8 +206,7 @@ class Checkpoints:
                 f"checkpoint {path} was saved by another version of tba: its state has no {error}. Go on with that version, "
                 f"or start a new run from its weights, model.path={path}."
             ) from error
-        self.pinned, self.best = state["pinned"], state["best"]
-        self._saved = found["step"] if path.name.startswith("step-") else None
+        self._saved = None if found["step"] in self.extra else found["step"]
         self._saved_best = None if self.best is None else self.best[0]
 
     def wait(self) -> None:
@@ -201,66 +223,41 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def _await(self, write: Future[None] | None) -> None:
-        """Wait until one of them is on disk; raises what went wrong there, once."""
-        if write in self._pending:
-            self._pending.remove(write)
-            write.result()
+    # Copies, in the trainer's thread
 
-    def _later(self, job: Callable[[], None]) -> Future[None]:
-        for done in [future for future in self._pending if future.done()]:
-            self._pending.remove(done)
-            done.result()  # raises what went wrong there
-        future = self._writer.submit(job)
-        self._pending.append(future)
-        return future
-
-    def _drop_later(self, name: str) -> None:
-        path = self.folder.checkpoints / name
-
-        def drop() -> None:
-            if path.exists():  # someone may have tidied up
-                drop_folder(path)
-
-        self._later(partial(self._try_to, "checkpoint to drop,", path, drop))
-
-    def _write(self, step: int, name: str) -> None:
+    def _write(self, step: int) -> None:
+        # Runs in the trainer's thread, between two steps: what is copied here is of one moment.
         self._await(self._last_whole)
-        parts = {part: holder.state() for part, holder in self.parts.items()}
-        snapshot = take_snapshot({"parts": parts, "pinned": self.pinned, "best": self.best})
+        states = {name: part.state() for name, part in self.parts.items()}
+        tree, arrays = take_snapshot({"parts": states, **{name: getattr(self, name) for name in OWN}})
         tensors: dict[str, Mapping[str, Any]] = {
-            OPTIMIZER: _copied(_flat(self.optimizer.state())),
-            ARRAYS: snapshot.arrays,
+            OPTIMIZER: _copied(self.optimizer.state()),
+            ARRAYS: arrays,
         }
         tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
-        texts = {STATE: snapshot.tree, TRAINER: {"step": step, "seed": self.seed}}
-        self._last_whole = self._write_later(name, tensors, texts)
+        texts = {STATE: tree, TRAINER: {"step": step, "seed": self.seed}}
+        kind = "checkpoint of the collapse guard, now" if step in self.extra else "checkpoint"
+        self._last_whole = self._write_later(kind, f"step-{step}", tensors, texts, lost=step not in self.extra)
 
     def _write_later(
-        self, name: str, tensors: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]
+        self,
+        kind: str,
+        name: str,
+        tensors: Mapping[str, Mapping[str, Any]],
+        values: Mapping[str, Any],
+        *,
+        lost: bool = False,
     ) -> Future[None]:
         """Copy the model beside tensors and arrays that are copies already, and leave the rest to the writer."""
-        weights, files = self._copy_weights(), self._tokenizer_files
-        write = partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values)
-        return self._later(partial(self._try_to_write, name, write))
-
-    def _try_to_write(self, name: str, write: Callable[[], None]) -> None:
-        """Runs in the writer's thread."""
-        kind = "checkpoint" if name.startswith("step-") else f"checkpoint {name.partition('-')[0]}-step-N, now"
-        self._try_to(kind, self.folder.checkpoints / name, write, must_not_be_lost=name.startswith("step-"))
-
-    def _try_to(self, kind: str, path: Path, job: Callable[[], None], *, must_not_be_lost: bool = False) -> None:
-        with self.failures.tolerated(kind, path, must_not_be_lost=must_not_be_lost):
-            job()
-
-    def _copy_weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name; of an adapted model those of its adapter."""
         if self.gather_weights is not None:
-            return self.gather_weights()
-        tensors = self.model.state_dict()
-        if has_lora(self.model):
-            tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
-        return _copied(tensors)
+            weights = self.gather_weights()
+        else:
+            whole = self.model.state_dict()
+            adapted = has_lora(self.model)
+            weights = _copied({name: part for name, part in whole.items() if not adapted or ".lora_" in name})
+        files, path = self._tokenizer_files, self.folder.checkpoints / name
+        write = partial(self._write_folder, path, weights=weights, files=files, tensors=tensors, values=values)
+        return self._later(kind, path, write, must_not_be_lost=lost)
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
@@ -270,18 +267,41 @@ class Checkpoints:
             self.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
+    def _later(self, kind: str, path: Path, job: Callable[[], None], *, must_not_be_lost: bool = False) -> Future[None]:
+        """Have the writer do something; raises what went wrong there before."""
+        for done in [future for future in self._pending if future.done()]:
+            self._await(done)
+
+        def try_to() -> None:
+            with self.failures.tolerated(kind, path, must_not_be_lost=must_not_be_lost):
+                job()
+
+        self._pending.append(self._writer.submit(try_to))
+        return self._pending[-1]
+
+    def _drop_later(self, name: str) -> None:
+        path = self.folder.checkpoints / name
+        self._later("checkpoint to drop,", path, partial(drop_folder, path))
+
+    def _await(self, write: Future[None] | None) -> None:
+        """Wait until one of them is on disk; raises what went wrong there, once."""
+        if write in self._pending:
+            self._pending.remove(write)
+            write.result()
+
+    # What the writer's thread does
+
     def _write_folder(
         self,
-        name: str,
+        path: Path,
         *,
         weights: dict[str, Tensor],
         files: Mapping[str, bytes],
         tensors: Mapping[str, Mapping[str, Any]],
         values: Mapping[str, Any],
     ) -> None:
-        """Runs in the writer's thread. The folder appears whole or not at all."""
-        path = self.folder.checkpoints / name
-        partial_path = path.with_name(f".{name}.partial")
+        """The folder appears whole or not at all."""
+        partial_path = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial_path, ignore_errors=True)
         self.model.save_pretrained(partial_path, state_dict=weights)
         for file, content in files.items():
@@ -293,43 +313,39 @@ class Checkpoints:
         write_manifest(partial_path)
         replace_folder(partial_path, path)
 
-    def _drop_old(self, pinned: int | None, best: int | None) -> None:
-        """Runs in the writer's thread, after the new checkpoint is there: a kill in between leaves one too many."""
+    def _drop_old(self, stay: frozenset[int | None], extra: frozenset[int], best: int | None) -> None:
+        """After the new checkpoint is there: a kill in between leaves one too many."""
         by_step = self.folder.checkpoints_by_step()
-        for old in sorted(by_step)[: -self.keep]:
-            if old != pinned:
+        regular = sorted(by_step.keys() - extra)
+        for old in regular[: -self.keep]:
+            if old not in stay:
                 drop_folder(by_step[old])
         # One that could not be written is no longer missed when it would be dropped now.
         for path in [path for path in self.failures.lost if path.parent == self.folder.checkpoints]:
-            if sum(step > int(path.name.removeprefix("step-")) for step in by_step) >= self.keep:
+            if sum(step > int(path.name.removeprefix("step-")) for step in regular) >= self.keep:
                 self.failures.lost.pop(path)
         self._drop_outdone(best)
+
+    def _rename_best(self, step: int, saved_best: int | None) -> None:
+        """The one that the newest regular checkpoint knows of stays beside it."""
+        source = self.folder.checkpoints / f"evaluated-step-{step}"
+        if not source.exists():  # it could not be written, which was told, or someone has tidied up
+            return
+        for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
+            if outdone != saved_best:
+                drop_folder(path)
+        replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
 
     def _drop_outdone(self, best: int | None) -> None:
         bests = self.folder.checkpoints_by_step("best-step-")
         for outdone in [found for found in bests if best in bests and found != best]:
             drop_folder(bests[outdone])
 
-    def drop_after(self, step: int) -> None:
-        """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written. The
-        newest goes first: whoever is killed in between goes on from one whose steps are all in the files."""
-        for leftover in self.folder.checkpoints.glob(".*.partial"):
-            shutil.rmtree(leftover)
-        found = [*self.folder.resumable(), *self.folder.checkpoints_by_step("best-step-").items()]
-        for _, path in sorted((item for item in found if item[0] > step), reverse=True):
-            logger.warning("%s is dropped: the run goes on from step %d.", path, step)
-            drop_folder(path)
-        self.drop_unjudged()
-
-    def has_later(self, step: int) -> bool:
-        """Whether there are checkpoints of later steps that a run could go on from."""
-        return any(later > step for later, _ in self.folder.resumable())
-
 
 def read_state(path: Path) -> Any:
     """What the parts of a run gave for a checkpoint, as objects again."""
     tree = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
+    return restore(tree, load_arrays(path / ARRAYS))
 
 
 def last_row_of(path: Path) -> int | None:
@@ -352,37 +368,17 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _flat(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """{"masters": [a], "moments": {0: {"step": s}}} -> {"master.0": a, "adam.0.step": s}"""
-    tensors = {f"master.{index}": master for index, master in enumerate(state["masters"])}
-    for index, moments in state["moments"].items():
-        tensors |= {f"adam.{index}.{name}": value for name, value in moments.items()}
-    return tensors
-
-
-def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `_flat`."""
-    masters = {int(name.split(".")[1]): value for name, value in tensors.items() if name.startswith("master.")}
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith("adam."):
-            _, index, moment = name.split(".")
-            moments.setdefault(int(index), {})[moment] = value
-    return {"masters": [masters[index] for index in sorted(masters)], "moments": moments}
-
-
 def find_checkpoint(folder: RunFolder) -> Path | None:
     """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
     where none is left."""
-    found = {(step, path.name.startswith("step-")): path for step, path in folder.resumable()}
-    for key in sorted(found, reverse=True):
+    for _, path in sorted(folder.resumable(), reverse=True):
         try:
-            check_manifest(found[key])
-            return found[key]
+            check_manifest(path)
+            return path
         except CorruptCheckpoint as error:
-            aside = found[key].with_name(f"corrupt-{found[key].name}")
+            aside = path.with_name(f"corrupt-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            os.replace(found[key], aside)
+            os.replace(path, aside)
             logger.warning("%s It is set aside as %s.", error, aside)
     return None
 
@@ -395,6 +391,7 @@ def write_manifest(path: Path) -> None:
         sync(file)
     manifest = path / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
+    # The manifest is synced last: a power failure before leaves a folder that does not count.
     for name in files:  # safetensors leaves its files to the owner alone: as the umask says
         (path / name).chmod(manifest.stat().st_mode)
     sync(manifest)
@@ -427,30 +424,14 @@ def _digest(path: Path) -> str:
 
 
 def drop_folder(path: Path) -> None:
-    """Remove a checkpoint so that no part of it is ever taken for a whole one."""
+    """Remove a checkpoint, unless it is gone, so that no part of it is ever taken for a whole one."""
     leaving = path.with_name(f".{path.name}.dropped.partial")
-    os.replace(path, leaving)
-    shutil.rmtree(leaving)
+    with suppress(FileNotFoundError):  # a user may tidy up too
+        os.replace(path, leaving)
+        shutil.rmtree(leaving)
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    if target.exists():
-        drop_folder(target)
+    drop_folder(target)
     os.replace(source, target)
     sync(target.parent)
-
-
-def link_folder(source: Path, name: str) -> None:
-    """Give a whole checkpoint a second name; its files are never changed, so they need not be copied."""
-    partial_path = source.with_name(f".{name}.partial")
-    shutil.rmtree(partial_path, ignore_errors=True)
-    shutil.copytree(source, partial_path, copy_function=_link)
-    sync(partial_path)
-    replace_folder(partial_path, source.with_name(name))
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)

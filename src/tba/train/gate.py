@@ -77,11 +77,16 @@ class Gate:
     def _ready(self, feed: Feed) -> bool:
         feed.receive()
         feed.expire()
+        # After `receive`: groups that have arrived are taken in, whatever ends the wait.
         if self.asked_to_stop():
             raise Interrupted
-        wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
-        self.row["batch_prompts"], self.row["prompts_wanted"] = min(feed.replay.num_prompts, wanted), wanted
+        self.row["batch_prompts"] = min(feed.replay.num_prompts, self._wanted_prompts)
+        self.row["prompts_wanted"] = self._wanted_prompts
         return self.is_open(feed)
+
+    @property
+    def _wanted_prompts(self) -> int:
+        return min(self.config.train.prompts_per_step, self.num_train_prompts)
 
     def is_open(self, feed: Feed) -> bool:
         """Whether there is enough to train on."""
@@ -106,20 +111,17 @@ class Gate:
     def _explain(self, feed: Feed) -> str:
         lacking = []
         if not self._full_batch(feed):
-            wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
-            lacking.append(f"{wanted} prompts and has {feed.replay.num_prompts}")
+            lacking.append(f"{self._wanted_prompts} prompts and has {feed.replay.num_prompts}")
         if not self._within_ratio(feed):
             lacking.append(
                 f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "
                 f"(replay.max_trained_per_generated={self._reuse:g})"
             )
-        return (
-            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.count} searchers; look at "
-            f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{self._reward_words()}"
-        )
-
-    def _reward_words(self) -> str:
-        """What rewards of a user's may be the reason."""
+        # Rewards of a user's may be the reason.
         names = ", ".join(repr(reward.label) for reward in self.config.task.rewards)
         seconds = self.config.search.reward_timeout_seconds
-        return f" (a call of {names} may take search.reward_timeout_seconds={seconds:g})" if names else ""
+        call = f" (a call of {names} may take search.reward_timeout_seconds={seconds:g})" if names else ""
+        return (
+            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.count} searchers; look at "
+            f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{call}"
+        )

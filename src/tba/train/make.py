@@ -10,16 +10,15 @@ from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
 from tba.models.weights import CANARY_TOKENS
-from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.policy.model import PolicyModel, make_critic, make_log_z
+from tba.policy.sharding import ALONE, Ranks
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.runtime.threads import workers_of
-from tba.tasks.base import Task
 from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
@@ -28,9 +27,8 @@ from tba.train.learning_rate import LearningRate
 from tba.train.loop import Trainer
 from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import MasterAdamW
-from tba.train.ranks import ALONE, ConnectedRanks, Ranks
 from tba.train.reference import Beta, ReferenceResets, on_cpu
-from tba.train.sharded import ShardedTrainStep
+from tba.train.sharded import ConnectedRanks, ShardedTrainStep
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
 from tba.train.updates import Updates
@@ -50,14 +48,48 @@ class Learner:
 
 
 def make_learner(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> Learner:
-    rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
+    rescorer = None
+    if config.reference.reset_every and config.replay.on_reference_reset != "drop":
+        rescorer = make_scorer(
+            loaded.model, max_length=loaded.context
+        )  # before packed attention changes its forward pass
     return Learner(train_step=make_train_step(config, loaded, ranks), rescorer=rescorer)
+
+
+def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> TrainStep:
+    """Every rank makes its own, from the same model."""
+    train, model, objective = config.train, loaded.model, make_objective(config)
+    assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.resolve"
+    # Longest sequence in tokens that the trainer meets: a prompt with its response, or the canary.
+    longest = (config.task.max_prompt_tokens or loaded.context) + config.generate.max_new_tokens
+    policy = PolicyModel(
+        model,
+        critic=make_critic(model) if objective.has_critic else None,
+        log_z=make_log_z(model) if objective.has_log_z else None,
+        max_length=min(loaded.context, max(longest, CANARY_TOKENS + 1)),
+    )
+    if train.gradient_checkpointing:
+        checkpoint_layers(model)
+    if train.compile:
+        compile_layers(model)
+    # After the layers are wrapped and before the optimizer looks at parameters: it has this rank's rows of them.
+    if isinstance(ranks, ConnectedRanks):
+        policy.shard(ranks.mesh)
+    heads = [parameter for head in policy.heads for parameter in head.parameters()]
+    optimizer = MasterAdamW(
+        model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks
+    )
+    budget, temperature = Budget(max_tokens=train.tokens_per_micro_batch), config.generate.temperature
+    if isinstance(ranks, ConnectedRanks):
+        return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
+    workers = workers_of(config)
+    return TrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, workers=workers)
 
 
 def make_trainer(
     config: Config,
     loaded: LoadedModel,
-    task: Task,
+    reward_weights: Mapping[str, float],
     learner: Learner,
     receiver: GroupReceiver,
     publisher: WeightPublisher,
@@ -78,11 +110,37 @@ def make_trainer(
     with weights that it has gone back to; `published` has the weights of a version as searchers got them, while they are at
     hand.
     """
-    train_step, rate = learner.train_step, LearningRate(config)
-    beta = Beta(config)
-    saved = dict(parts)
-    checkpoints = make_checkpoints(config, loaded, train_step, recorder, saved)
-    replay = make_replay(config, task)
+    train_step, rate, beta, saved = learner.train_step, LearningRate(config), Beta(config), dict(parts)
+    sharded = train_step if isinstance(train_step, ShardedTrainStep) else None
+    checkpoints = Checkpoints(
+        folder=recorder.folder,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        optimizer=sharded or train_step.optimizer,
+        heads=train_step.policy.heads,
+        gather_weights=None if sharded is None else sharded.whole_weights,
+        parts=saved,
+        keep=config.train.keep_checkpoints,
+        failures=recorder.failures,
+        seed=config.seed,
+    )
+    assert config.replay.on_policy_probability is not None, "filled in by tba.launch.resolve"
+    replay = ReplayBuffer(
+        config.replay,
+        fresh_steps=config.fresh_steps,
+        seed=config.seed,
+        reward_names=tuple(reward_weights),
+        reward_weights=tuple(reward_weights.values()),
+        step_values=train_step.objective.continuations > 0,
+        truncated_reward=config.train.cut_off_reward,
+        uses_per_group=config.uses_per_group,
+        max_waiting_groups=config.max_waiting_groups,
+    )
+    row = None if gate is None else gate.row
+    # Where the roles take turns batches are of the trained version anyway; no rank has the whole model to score with.
+    probe = None
+    if published is not None and sharded is None:
+        probe = MismatchProbe(train_step.policy, train_step.temperature, published)
     trainer = Trainer(
         config=config,
         train_step=train_step,
@@ -91,108 +149,21 @@ def make_trainer(
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
-        reward_weights=task.reward_weights,
+        reward_weights=reward_weights,
         checkpoints=checkpoints,
         rate=rate,
         beta=beta,
         updates=Updates(config, train_step, rate, beta, recorder.folder.path, recorder.clock),
         ledger=ledger,
         counts=counts,
-        durable=make_store(
-            config, recorder.folder, reward_weights=task.reward_weights, row=None if gate is None else gate.row
-        ),
+        durable=make_store(config, recorder.folder, reward_weights=reward_weights, row=row),
         gate=gate,
         restart_searchers=restart_searchers,
-        probe=make_probe(train_step, published),
+        probe=probe,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
-    saved["trainer"] = trainer
+    saved["trainer"] = trainer  # checkpoints look at their parts when one is saved or loaded
     return trainer
-
-
-def make_checkpoints(
-    config: Config, loaded: LoadedModel, train_step: TrainStep, recorder: Recorder, parts: Mapping[str, Stateful]
-) -> Checkpoints:
-    """Those of the recorder's folder. `parts` may still grow: they are looked at when a checkpoint is saved or loaded."""
-    return Checkpoints(
-        folder=recorder.folder,
-        model=loaded.model,
-        tokenizer=loaded.tokenizer,
-        optimizer=train_step if isinstance(train_step, ShardedTrainStep) else train_step.optimizer,
-        heads=train_step.policy.heads,
-        gather_weights=train_step.whole_weights if isinstance(train_step, ShardedTrainStep) else None,
-        parts=parts,
-        keep=config.train.keep_checkpoints,
-        failures=recorder.failures,
-        seed=config.seed,
-    )
-
-
-def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> TrainStep:
-    """Every rank makes its own, from the same model."""
-    train, objective = config.train, make_objective(config)
-    assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.resolve"
-    policy = make_policy(loaded, objective, max_length=longest_sequence(config, loaded.context))
-    if train.gradient_checkpointing:
-        checkpoint_layers(loaded.model)
-    if train.compile:
-        compile_layers(loaded.model)
-    if isinstance(ranks, ConnectedRanks):
-        policy.shard(ranks.mesh)
-    heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    heads_rate = objective.extras.heads_learning_rate
-    optimizer = MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=heads_rate, ranks=ranks)
-    budget = Budget(max_tokens=train.tokens_per_micro_batch)
-    temperature = config.generate.temperature
-    if isinstance(ranks, ConnectedRanks):
-        return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
-    workers = workers_of(config)
-    return TrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, workers=workers)
-
-
-def make_probe(train_step: TrainStep, published: Callable[[int], Weights | None] | None) -> MismatchProbe | None:
-    """None where batches are of the trained version anyway, and where no rank has the whole model to score with."""
-    if published is None or isinstance(train_step, ShardedTrainStep):
-        return None
-    return MismatchProbe(train_step.policy, train_step.temperature, published)
-
-
-def longest_sequence(config: Config, context: int) -> int:
-    """Longest sequence in tokens that the trainer meets: a prompt with its response, or the canary."""
-    prompt = config.task.max_prompt_tokens or context
-    return min(context, max(prompt + config.generate.max_new_tokens, CANARY_TOKENS + 1))
-
-
-def make_policy(loaded: LoadedModel, objective: Objective, *, max_length: int) -> PolicyModel:
-    """The model with the heads its objective needs, for sequences of up to `max_length` tokens."""
-    extras, critic, log_z = objective.extras, None, None
-    if extras.critic:
-        critic = make_critic(loaded.model)
-    if extras.log_z:
-        log_z = make_log_z(loaded.model)
-    return PolicyModel(loaded.model, critic=critic, log_z=log_z, max_length=max_length)
-
-
-def make_replay(config: Config, task: Task) -> ReplayBuffer:
-    assert config.replay.on_policy_probability is not None, "filled in by tba.launch.resolve"
-    return ReplayBuffer(
-        config.replay,
-        fresh_steps=config.fresh_steps,
-        seed=config.seed,
-        reward_names=tuple(task.reward_weights),
-        reward_weights=tuple(task.reward_weights.values()),
-        step_values=make_objective(config).extras.continuations > 0,
-        truncated_reward=config.train.cut_off_reward,
-        uses_per_group=config.uses_per_group,
-        max_waiting_groups=config.max_waiting_groups,
-    )
-
-
-def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
-    """The trainer's own copy of the reference, where stored log_ref is recomputed at resets."""
-    if not config.reference.reset_every or config.replay.on_reference_reset == "drop":
-        return None
-    return make_scorer(loaded.model, max_length=loaded.context)
 
 
 def make_references(

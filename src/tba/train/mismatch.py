@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tba.models.weights import kl_estimate
 from tba.policy.model import PolicyModel
-from tba.replay.columns import ResponseColumns, columns_of
+from tba.replay.columns import columns_of
 from tba.types import Batch, TrajectoryGroup, Weights
 
 LEAST_TOKENS = 64
@@ -64,10 +64,15 @@ class MismatchProbe:
         columns = columns_of(group)
         starts, versions = columns.starts.tolist(), columns.versions.tolist()
         published = {version: self.published(version) for version in set(versions)}
-        for response in _comparable(columns):
+        for response, spans in enumerate(columns.version_spans):
+            own = slice(starts[response], starts[response] + int(columns.lengths[response]))
+            # One version of the policy must have chosen it whole: one that newer weights took over has keys and values of
+            # older ones in its cache, and of imports and the reference's responses the policy's log-probs are not known.
+            is_whole = bool((columns.loss_mask[own] & np.isfinite(columns.policy[own])).all())
             weights = published[versions[response]]
-            if weights is not None and self._num_tokens < ENOUGH_TOKENS:
-                own = slice(starts[response], starts[response] + int(columns.lengths[response]))
+            if not is_whole or len({version for _, version in spans}) > 1 or weights is None:
+                continue
+            if self._num_tokens < ENOUGH_TOKENS:
                 log_pi = self.policy.log_probs_under(
                     weights.tensors, group.prompt.token_ids, columns.token_ids[own], temperature=self.temperature
                 )
@@ -84,16 +89,3 @@ class MismatchProbe:
     @property
     def _num_tokens(self) -> int:
         return sum(len(engine) for engine, _ in self._pairs)
-
-
-def _comparable(columns: ResponseColumns) -> list[int]:
-    """Responses that one version of the policy chose whole: one that newer weights took over has keys and values of older
-    ones in its cache, and of imports and the reference's responses the policy's log-probs are not known."""
-    # Sums by differences, because they are right of a response without tokens too.
-    others = np.concatenate([[0], np.cumsum(~(columns.loss_mask & np.isfinite(columns.policy)))])
-    whole = others[columns.starts] == others[columns.starts + columns.lengths]
-    return [
-        response
-        for response, spans in enumerate(columns.version_spans)
-        if whole[response] and len({version for _, version in spans}) == 1
-    ]

@@ -100,6 +100,7 @@ class ReferenceResets:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Hand searchers, and the copy that recomputes, the reference that was saved."""
+        # A process that resumes begins with the start model; one that goes back may have published another since.
         reset_before = self._weights is not None
         self.version, self._weights = state["version"], state["weights"]
         reference = self.start if self._weights is None and reset_before else self._weights
@@ -113,14 +114,13 @@ class ReferenceResets:
         later one was scored by a policy that is gone with the trainer that had it: it is scored anew, or its responses are
         lost."""
         versions = columns_of(group).reference_versions
-        stale = [version != self.version for version in versions]
-        if self.scorer is None and any(version > self.version for version in versions):
-            return replace(group, trajectories=(), num_lost=group.num_generated)
-        if self.scorer is None or not any(stale):
+        if self.scorer is None:
+            from_later = any(version > self.version for version in versions)
+            return replace(group, trajectories=(), num_lost=group.num_generated) if from_later else group
+        if all(version == self.version for version in versions):
             return group
-        log_refs = self._score(
-            [group.prompt.token_ids] * len(stale), [t.completion.token_ids for t in group.trajectories]
-        )
+        responses = [trajectory.completion.token_ids for trajectory in group.trajectories]
+        log_refs = self._score([group.prompt.token_ids] * len(responses), responses)
         scored = (
             replace(trajectory, log_ref=log_ref, reference_version=self.version)
             for trajectory, log_ref in zip(group.trajectories, log_refs)

@@ -1,43 +1,140 @@
-"""An optimizer step over several ranks, as rank 0 sees it: the TrainStep of one process, but for who computes.
+"""A trainer of several processes, its ranks: the TrainStep of one process, but for who computes.
 
-Every rank makes one of these from the same config and model. On rank 0 each method first tells the other ranks, which then
-do the same (`follow`), so that the trainer's loop, its checkpoints and its publications need not know. What a searcher or a
-file gets are whole tensors under the model's own names, gathered one at a time: a checkpoint does not tell how many ranks
-wrote it, and a run may go on with another number of them.
+Rank 0 is the trainer: it has the replay buffer, publishes weights and writes checkpoints. The others have a part of the
+model and of the optimizer. Every rank makes a ShardedTrainStep from the same config and model. On rank 0 each method first
+tells the other ranks (`tell`), which wait for that as long as it takes (`listen`) and then do the same (`follow`). So the
+trainer's loop, its checkpoints and its publications need not know. Whatever breaks between them ends the trainer with
+`RankLost`, and the supervisor resumes it with new ranks.
+
+What a searcher or a file gets are whole tensors under the model's own names, gathered one at a time: a checkpoint does not
+tell how many ranks wrote it, and a run may go on with another number of them.
+
+Collectives on tensors of the model run on the devices by NCCL, or on CPUs by gloo. Messages go through host memory by gloo;
+they are JSON and tensors, never pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.numpy import load, save
 from torch import Tensor
 
 from tba.models.load import has_lora
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.policy.model import PolicyModel, is_sharded, local_part
 from tba.policy.packing import pack
-from tba.train.ranks import ConnectedRanks, RankLost, first_words, is_of_a_socket
+from tba.policy.sharding import ALONE as ALONE
+from tba.policy.sharding import Ranks as Ranks
+from tba.policy.sharding import is_sharded, local_part, own_rows, whole_tensor
+from tba.train.state import restore, take_snapshot
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
+
+FOREVER = timedelta(days=3650)
+"""Time that a rank waits to be told what to do: the trainer may wait for responses as long as it likes."""
+
+
+class RankLost(RuntimeError):
+    """A rank of the trainer has ended, or does not answer."""
+
+
+class ConnectedRanks(Ranks):
+    """Several ranks, joined by torch.distributed."""
+
+    def __init__(self, *, device: torch.device, control: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+        from torch.distributed.device_mesh import init_device_mesh  # takes long to import
+
+        self.mesh = init_device_mesh(device.type, (self.size,))
+        self.lost = False
+        """Whether one of them has ended or does not answer: nothing more can be done together."""
+        self._control = control
+        """Group in which ranks wait to be told what to do."""
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        with told_as_lost():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def concatenated(self, values: Sequence[Any]) -> list[Any]:
+        own = torch.frombuffer(bytearray(json.dumps(list(values)).encode()), dtype=torch.uint8)
+        with told_as_lost():
+            sizes = torch.zeros(self.size, dtype=torch.int64)
+            sizes[self.rank] = len(own)
+            dist.all_reduce(sizes)
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            padded[: len(own)] = own
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded)
+        texts = [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist())]
+        return [value for text in texts for value in json.loads(text)]
+
+    def tell(self, what: str, **values: Any) -> None:
+        """Have all other ranks do something, which this one then does too."""
+        tree, arrays = take_snapshot({"what": what, "values": values})
+        parts = [json.dumps(tree).encode(), save(arrays)]
+        with told_as_lost():
+            sizes = torch.tensor([len(part) for part in parts])
+            dist.broadcast(sizes, src=0, group=self._control)
+            for part in parts:
+                dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), src=0)
+
+    def listen(self) -> tuple[str, dict[str, Any]]:
+        """What this rank is told next."""
+        with told_as_lost():
+            sizes = torch.zeros(2, dtype=torch.int64)
+            dist.broadcast(sizes, src=0, group=self._control)
+            parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+            for part in parts:
+                dist.broadcast(part, src=0)
+        tree, arrays = (part.numpy().tobytes() for part in parts)
+        told = restore(json.loads(tree), load(arrays))
+        return told["what"], told["values"]
+
+
+@contextmanager
+def told_as_lost(*, only_of_sockets: bool = False) -> Iterator[None]:
+    """Errors of torch.distributed, which speak of sockets, as the loss of a rank; inside the model there are others too."""
+    try:
+        yield
+    except RuntimeError as error:
+        of_a_socket = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, RankLost) or (only_of_sockets and not of_a_socket):
+            raise
+        words = str(error).strip().splitlines()[0]
+        raise RankLost(f"a rank of the trainer has ended or does not answer: {words}") from error
+
+
+@contextmanager
+def connected(
+    store: dist.Store, *, rank: int, size: int, device: torch.device, wait_seconds: float
+) -> Iterator[ConnectedRanks]:
+    """Meet the other ranks in a store; `wait_seconds` is the deadline of every collective."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    deadline = timedelta(seconds=wait_seconds)
+    with told_as_lost():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+    try:
+        with told_as_lost():
+            control = dist.new_group(backend="gloo", timeout=FOREVER)
+        yield ConnectedRanks(device=device, control=control)
+    finally:
+        dist.destroy_process_group()
 
 
 class ShardedTrainStep(TrainStep):
     """A TrainStep whose model is spread over ranks."""
 
     ranks: ConnectedRanks
-
-    def __init__(self, policy: PolicyModel, *arguments: Any, ranks: ConnectedRanks, **options: Any) -> None:
-        """`policy` is sharded already, and the optimizer is over this rank's part of it."""
-        super().__init__(policy, *arguments, ranks=ranks, **options)
-        self._gathering = False
-        """Whether the other ranks are in the middle of giving out their parts."""
-        self._gathered = -1
-        """Version that the weights had when they were last given out."""
 
     # What rank 0 is asked for. The others are told of it, and do their part.
 
@@ -56,69 +153,54 @@ class ShardedTrainStep(TrainStep):
 
     def weights(self, version: int) -> Weights:
         """Tensors that are gathered, in the host memory of rank 0, when they are looked at."""
-        self._gathered = version
         return Weights(version=version, tensors=GatheredTensors(self))
 
     def canary(self, published: Weights) -> np.ndarray:
-        """Of the weights as they are on the ranks, where those were published: what was lost on the way from here shows."""
-        if published.version == self._gathered:
-            return self._lead("own_canary")
-        # A reference of the past, which only a resumed run publishes: the ranks take it in for a moment.
-        return self._lead("canary_of", own={"tensors": published.tensors})
+        """Of the weights as they are on the ranks: what was lost on the way from here shows."""
+        return self._lead("canary")
 
     @property
     def is_finite(self) -> bool:
-        return not self.ranks.lost and not self._gathering and self._lead("all_finite")
+        return not self.ranks.lost and self._lead("all_finite")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """That of the optimizer, of all ranks."""
         return self._lead("optimizer_state")
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over the state of an optimizer of any number of ranks."""
-        self._lead("take_optimizer_state", own={"state": state})
+        shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        self._lead("take_optimizer_state", own={"state": state}, shapes=shapes)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model, in host memory; tied tensors are one."""
         return self._lead("model_state")
 
-    def gathered(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Whole parameters, one after the other. All of them are gathered, also where the caller wants no more."""
-        self._lead("begin_parameters", names=tuple(names))
-        rest, self._gathering = iter(names), True
-        try:
-            for name in rest:
-                yield self._together(partial(self._parameter, name))
-        finally:
-            for name in rest:
-                self._together(partial(self._parameter, name))
-            self._gathering = False
+    def parameter(self, name: str) -> Tensor:
+        """A whole parameter, in host memory."""
+        return self._lead("parameter", name=name)
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
-        self._together(partial(self.ranks.tell, what, **values))
-        return self._together(partial(getattr(self, f"_{what}"), **values, **(own or {})))
-
-    def _together(self, call: Callable[[], Any]) -> Any:
-        """What all ranks do now; where it fails nothing more can be done together."""
         try:
-            return call()
+            with told_as_lost(only_of_sockets=True):
+                self.ranks.tell(what, **values)
+                return getattr(self, f"_{what}")(**values, **(own or {}))
         except NonFiniteLoss:  # all ranks have met it
             raise
-        except BaseException as error:
+        except BaseException:
             # Also what this rank alone has met, or Ctrl-C: the others are left in the middle of what they were told.
             self.ranks.lost = True
-            if isinstance(error, RuntimeError) and not isinstance(error, RankLost) and is_of_a_socket(error):
-                raise RankLost(first_words(error)) from error
             raise
 
     def follow(self, what: str, values: Mapping[str, Any]) -> None:
         """What rank 0 has told this one."""
-        with suppress(NonFiniteLoss):  # rank 0 has met it too, and decides what becomes of the run
+        # All ranks meet a loss that is not finite, and rank 0 decides what becomes of the run.
+        with suppress(NonFiniteLoss), told_as_lost(only_of_sockets=True):
             getattr(self, f"_{what}")(**values)
         self.moved = False
 
-    # What every rank does
+    # What every rank does. Tensors that are gathered or spread are the same on all ranks, and in the same order.
 
     def _gradients(self, batch: Batch, log_z_start: float | None, beta: float) -> StepResult:
         log_z = self.policy.log_z
@@ -135,115 +217,67 @@ class ShardedTrainStep(TrainStep):
         super().restart_log_z()
 
     @torch.no_grad()
-    def _own_canary(self) -> np.ndarray:
+    def _canary(self) -> np.ndarray:
         tokens = torch.from_numpy(canary_tokens(self.policy.vocabulary, CANARY_TOKENS)).long()
         packed = pack([tokens[:1]], [[tokens[1:]]], device=self.policy.device)
         return self.policy.forward(packed, temperature=1.0).log_pi_N.double().cpu().numpy()
-
-    @torch.no_grad()
-    def _canary_of(self, tensors: Mapping[str, Tensor] | None = None) -> np.ndarray:
-        trained = {name: found for name, found in self.policy.model.named_parameters() if found.requires_grad}
-        before = {name: local_part(parameter).clone() for name, parameter in trained.items()}
-        for name, parameter in trained.items():
-            part = local_part(parameter)
-            rows = torch.empty_like(part, device="cpu")
-            self.ranks.scatter_(rows, None if tensors is None else tensors[name].to(rows.dtype))
-            part.copy_(rows)
-        canary = self._own_canary()
-        for name, parameter in trained.items():
-            local_part(parameter).copy_(before[name])
-        return canary
 
     def _all_finite(self) -> bool:
         parts = [local_part(parameter) for parameter in self.policy.model.parameters()]
         return float(self.ranks.sum_(torch.tensor(float(sum(int((~p.isfinite()).sum()) for p in parts))))) == 0.0
 
-    def _begin_parameters(self, names: Sequence[str]) -> None:
-        if self.ranks.rank > 0:  # rank 0 gathers each when it is wanted
-            for name in names:
-                self._parameter(name)
-
-    def _parameter(self, name: str) -> Tensor | None:
-        return self._whole(self.policy.model.get_parameter(name))
+    def _parameter(self, name: str) -> Tensor:
+        parameter = self.policy.model.get_parameter(name)
+        return whole_tensor(parameter, parameter)
 
     def _model_state(self) -> dict[str, Tensor]:
-        found: dict[int, Tensor | None] = {}
+        found: dict[int, Tensor] = {}
         tensors = self.policy.model.state_dict(keep_vars=True)
         if has_lora(self.policy.model):
             tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         for tensor in tensors.values():
             if id(tensor) not in found:
-                found[id(tensor)] = self._whole(tensor)
-        whole = {name: found[id(tensor)] for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in whole.items() if tensor is not None}
+                found[id(tensor)] = self._kept(whole_tensor(tensor, tensor))
+        return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        state = self.optimizer.state()
-        shapes = [parameter.shape for parameter in self.optimizer.parameters]
-        spread = [is_sharded(parameter) for parameter in self.optimizer.parameters]
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self.optimizer.state().items():
+            # The number of steps is the same everywhere; heads are whole on every rank.
+            like = tensor if tensor.ndim == 0 else self._parameter_of(name)
+            found[name] = self._kept(whole_tensor(tensor, like))
+        return found
 
-        def whole(index: int, tensor: Tensor) -> Tensor | None:
-            if not spread[index] or tensor.ndim == 0:  # a head's, or the number of steps
-                return tensor.detach().to("cpu", copy=True)
-            return self.ranks.gather(tensor, shapes[index])
+    def _parameter_of(self, name: str) -> Tensor:
+        """The parameter that `adam.3.exp_avg` belongs to."""
+        return self.optimizer.parameters[int(name.split(".")[1])]
 
-        masters = [whole(index, master) for index, master in enumerate(state["masters"])]
-        moments = {
-            index: {name: whole(index, value) for name, value in found.items()}
-            for index, found in state["moments"].items()
-        }
-        return {"masters": masters, "moments": moments}
+    def _kept(self, whole: Tensor) -> Tensor:
+        """What is gathered is of use on rank 0 alone: the others would need the memory of all of it."""
+        return whole if self.ranks.rank == 0 else whole.new_empty(0)
 
     @torch.no_grad()
-    def _take_optimizer_state(self, state: Mapping[str, Any] | None = None) -> None:
+    def _take_optimizer_state(self, shapes: Mapping[str, list[int]], state: Mapping[str, Tensor] | None = None) -> None:
         """Every rank takes its rows of what rank 0 has."""
-        moments = {} if state is None else state["moments"]
-        known = self.ranks.concatenated([{str(index): sorted(found) for index, found in moments.items()}])[0]
-        parameters, masters = self.optimizer.parameters, self.optimizer.masters
-
-        def own_rows(index: int, whole: Tensor | None) -> Tensor:
-            master = masters[index]
-            rows = torch.empty_like(master, device="cpu")
-            if is_sharded(parameters[index]):
-                self.ranks.scatter_(rows, whole)
-            else:
-                rows.copy_(whole) if whole is not None else rows.zero_()
-                self.ranks.sum_(rows)
-            return rows
-
-        def number(whole: Tensor | None) -> Tensor:
-            return self.ranks.sum_(torch.zeros(()) if whole is None else whole.clone().float().cpu())
-
-        own: dict[str, Any] = {"masters": [], "moments": {}}
-        for index in range(len(masters)):
-            own["masters"].append(own_rows(index, None if state is None else state["masters"][index]))
-        for text, names in known.items():
-            index = int(text)
-            whole = moments.get(index, {})
-            own["moments"][index] = {
-                name: number(whole.get(name)) if name == "step" else own_rows(index, whole.get(name)) for name in names
-            }
+        own: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            parameter, whole = self._parameter_of(name), None if state is None else state[name]
+            if shape and is_sharded(parameter):
+                own[name] = own_rows(whole, parameter).cpu()
+            else:  # of a head, or the number of steps: the sum over ranks of which rank 0 alone has it
+                own[name] = self.ranks.sum_(torch.zeros(shape) if whole is None else whole.cpu().clone())
         self.optimizer.load_state(own)
-
-    def _whole(self, tensor: Tensor) -> Tensor | None:
-        if not is_sharded(tensor):
-            return tensor.detach().to("cpu", copy=True)
-        return self.ranks.gather(local_part(tensor), tensor.shape)
 
 
 class GatheredTensors(Mapping[str, Tensor]):
-    """The parameters that train, by name, each gathered when it is looked at, and then whole on rank 0 alone."""
+    """The parameters that train, by name, each gathered when it is looked at: a whole model need not fit on rank 0."""
 
     def __init__(self, step: ShardedTrainStep) -> None:
         self._step = step
         self._names = [name for name, found in step.policy.model.named_parameters() if found.requires_grad]
 
     def __getitem__(self, name: str) -> Tensor:
-        return next(self._step.gathered([name]))
-
-    def items(self) -> Any:
-        """Pairs of name and tensor, for which the ranks are told once."""
-        return zip(self._names, self._step.gathered(self._names))
+        return self._step.parameter(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

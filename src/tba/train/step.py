@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
 from tba.policy.model import PolicyModel
+from tba.policy.sharding import ALONE, Ranks
 from tba.runtime.workers import Workers
 from tba.train.batch import (
     Budget,
@@ -40,7 +42,6 @@ from tba.train.batch import (
     without_rounding,
 )
 from tba.train.optimizer import MasterAdamW
-from tba.train.ranks import ALONE, Ranks
 from tba.types import Batch, Forward, Loss, Weights
 
 MEASURED_RESPONSES = 32
@@ -208,14 +209,20 @@ class TrainStep:
 
     def _pass_over(self, batch: Batch, *, beta: float) -> StepResult:
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
-        if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
-            first = self._vargrad_log_z(host, batch, beta=beta)
+        log_z, num_ranks = self.policy.log_z, self.ranks.size
+        by_response = partial(deal_responses, host, self.budget, range(len(host.lengths)), num_ranks=num_ranks)
+        if log_z is not None and not log_z.started and batch.totals.responses:
+            # The VarGrad estimate by the policy as it is now: it costs a forward pass, but only where a learned log Z
+            # starts, and the policies that generated may be many.
+            log_pi_N = self._gather(batch, self._own_micro_batches(host, by_response())).forward.log_pi_N
+            gap_PK = batch.sum_per_response(batch.log_ref_N - log_pi_N)
+            first = float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
             if math.isfinite(first):  # otherwise the loss is not either, and nothing may move
-                self.policy.log_z.start_at(first)
-        whole, num_ranks = deal_prompts(host, self.budget, num_ranks=self.ranks.size), self.ranks.size
+                log_z.start_at(first)
+        whole = deal_prompts(host, self.budget, num_ranks=num_ranks)
         if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
             return self._one_pass(host, batch, whole, beta=beta)
-        return self._two_passes(host, batch, self._all_responses(host), beta=beta)
+        return self._two_passes(host, batch, by_response(), beta=beta)
 
     def restart_log_z(self) -> None:
         """Let a learned log Z begin again at the next batch's estimate: after a reference reset it is of another target."""
@@ -251,7 +258,10 @@ class TrainStep:
         outputs = self._gather(batch, micro_batches)
         leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
-        coefficients = _coefficients(loss.value, leaves)
+        # d loss / d each number that the model outputs, by output
+        names = [name for name in TRAINED if getattr(leaves, name) is not None]
+        found = torch.autograd.grad(loss.value, [getattr(leaves, name) for name in names], allow_unused=True)
+        coefficients = {name: gradient for name, gradient in zip(names, found) if gradient is not None}
 
         def compute(micro_batch: MicroBatch) -> tuple[None, Tensor]:
             return None, _weighted_sum(self._forward(micro_batch), coefficients, micro_batch)
@@ -259,18 +269,6 @@ class TrainStep:
         for _ in self._back_propagated(compute, micro_batches):
             pass
         return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
-
-    def _all_responses(self, batch: Batch) -> list[list[list[int]]]:
-        return deal_responses(batch, self.budget, range(len(batch.lengths)), num_ranks=self.ranks.size)
-
-    def _vargrad_log_z(self, host: Batch, batch: Batch, *, beta: float) -> float:
-        """Mean over the batch of log ref + r / beta - log pi, by the policy as it is now.
-
-        It costs a forward pass, but only where a learned log Z starts, and the policies that generated may be many.
-        """
-        outputs = self._gather(batch, self._own_micro_batches(host, self._all_responses(host)))
-        gap_PK = batch.sum_per_response(batch.log_ref_N - outputs.forward.log_pi_N)
-        return float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
 
     @torch.no_grad()
     def _gather(self, batch: Batch, micro_batches: Iterable[MicroBatch]) -> GatheredOutputs:
@@ -287,21 +285,17 @@ class TrainStep:
             with torch.no_grad():  # each thread has its own
                 return self._forward(micro_batch), micro_batch
 
-        if self._workers is None:
-            return map(compute, micro_batches)
-        return self._workers.in_order(compute, micro_batches)
+        in_order = map if self._workers is None else self._workers.in_order
+        return in_order(compute, micro_batches)
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
         packed when it is asked for."""
         own = dealt[self.ranks.rank]
         for responses in own:
-            yield self._pack(batch, responses)
+            yield pack_responses(batch, responses, device=self.policy.device)
         for _ in range(max(map(len, dealt)) - len(own)):
             yield empty_micro_batch(batch, device=self.policy.device)
-
-    def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
-        return pack_responses(batch, responses, device=self.policy.device)
 
     def _forward(self, micro_batch: MicroBatch) -> Forward:
         forward = self.policy.forward(micro_batch.packed, temperature=self.temperature)
@@ -317,7 +311,9 @@ class TrainStep:
         if self._workers is None:
             for piece in pieces:
                 found, value = compute(piece)
-                self._backward(value)
+                # Ranks are averaged over where gradients meet, and a loss is the sum of theirs.
+                (value * self.ranks.size if self.ranks.size > 1 else value).backward()
+                self.optimizer.accumulate()
                 yield found
             return
         parameters = self.optimizer.parameters
@@ -333,11 +329,6 @@ class TrainStep:
                     parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
             self.optimizer.accumulate()
             yield found
-
-    def _backward(self, value: Tensor) -> None:
-        # Ranks are averaged over where gradients meet, and a loss is the sum of theirs.
-        (value * self.ranks.size if self.ranks.size > 1 else value).backward()
-        self.optimizer.accumulate()
 
 
 class GatheredOutputs:
@@ -375,13 +366,6 @@ class GatheredOutputs:
 
 TRAINED = ("log_pi_N", "values_N", "log_z_P")
 """Parts of Forward that gradients go through."""
-
-
-def _coefficients(value: Tensor, leaves: Forward) -> dict[str, Tensor]:
-    """d value / d each number the model outputs."""
-    tensors = {name: getattr(leaves, name) for name in TRAINED if getattr(leaves, name) is not None}
-    gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(tensors, gradients) if gradient is not None}
 
 
 def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:

@@ -42,7 +42,7 @@ logger = logging.getLogger("tba")
 
 BLOCK_BYTES = 32 * 2**20
 """Bytes that travel in one call."""
-COPIED = ("step-", "healthy-step-", "best-step-")
+COPIED = ("step-", "best-step-")
 """Beginnings of the names of the checkpoints that are copied: not of those whose evaluation has not come."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json")
 """What is copied besides. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than it."""
