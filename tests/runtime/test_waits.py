@@ -15,7 +15,7 @@ from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.deadlines import Idleness, Waiting
 from tba.runtime.ends import SearcherEnds
 from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
-from tba.runtime.links import Acknowledge, EndsHandle
+from tba.runtime.links import EndsHandle
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
@@ -102,7 +102,7 @@ def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group(ends_on, mon
 
     def arriving():
         looks.append(len(link.sent))
-        return [Acknowledge(group_ids=("g0",))] if len(looks) == 3 else []
+        return [("stored", ("g0",))] if len(looks) == 3 else []
 
     link = Recording(arriving)
     ends = ends_on(link)

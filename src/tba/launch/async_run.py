@@ -200,8 +200,8 @@ class AsyncRun:
             self.runtime.evaluate(self.trainer.step_index)
 
     def take_evaluations(self) -> None:
-        for evaluation in self.runtime.take_evaluations():
-            self.trainer.evaluated(evaluation.version, evaluation.metrics)
+        for version, metrics in self.runtime.take_evaluations():
+            self.trainer.evaluated(version, metrics)
 
     def wait_for_evaluation(self, version: int) -> None:
         """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose

@@ -76,7 +76,7 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
         file = str(Path(folder) / "meeting")
-        processes: list[RoleProcess[Link]] = [
+        processes: list[RoleProcess] = [
             RoleProcess(
                 f"trainer-rank-{rank}",
                 run_rank,
@@ -115,7 +115,7 @@ def _device(config: Config, rank: int) -> str:
     return devices[rank % len(devices)]
 
 
-def _ended(processes: list[RoleProcess[Link]]) -> str:
+def _ended(processes: list[RoleProcess]) -> str:
     """What is known of ranks that have ended by themselves, for an error message."""
     dead = [process for process in processes if process.wait(1.0) and process.status]
     return "".join(

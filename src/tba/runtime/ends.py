@@ -11,16 +11,7 @@ from tba.runtime.board import Board, SharedMemory
 from tba.runtime.channels import Stopped, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
-from tba.runtime.links import (
-    Acknowledge,
-    AskVisits,
-    EndsHandle,
-    Evaluate,
-    Evaluated,
-    LeaseVisits,
-    Link,
-    Stop,
-)
+from tba.runtime.links import EndsHandle, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
 
@@ -49,7 +40,7 @@ class SearcherEnds:
         self.weights = WeightSlots.attach(handle.weights)
         # None = references are never reset.
         self.references = None if handle.references is None else WeightSlots.attach(handle.references)
-        self.visits = VisitStock(lambda count: self._link.send(AskVisits(count=count)), size=stock)
+        self.visits = VisitStock(lambda count: link.send(("ask", count)), size=stock)
         self._config = config
         self._unacknowledged: dict[str, TrajectoryGroup] = {}
         self._asked: list[int] = []
@@ -87,17 +78,18 @@ class SearcherEnds:
         searcher that only waits is seen to live."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
-            if isinstance(message, Stop):
-                raise Stopped
-            if isinstance(message, Acknowledge):
-                for group_id in message.group_ids:
-                    group = self._unacknowledged.pop(group_id)
-                    if self._note is not None:
-                        self._note(group)
-            if isinstance(message, LeaseVisits):
-                self.visits.add(message.visits)
-            if isinstance(message, Evaluate):
-                self._asked.append(message.version)
+            match message:
+                case ("stop", _):
+                    raise Stopped
+                case ("stored", group_ids):
+                    for group_id in group_ids:
+                        group = self._unacknowledged.pop(group_id)
+                        if self._note is not None:
+                            self._note(group)
+                case ("visits", visits):
+                    self.visits.add(visits)
+                case ("evaluate", version):
+                    self._asked.append(version)
 
     def take_asked(self, version: int) -> bool:
         """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
@@ -106,7 +98,7 @@ class SearcherEnds:
         return reached
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._link.send(Evaluated(version=version, metrics=metrics))
+        self._link.send(("evaluated", (version, metrics)))
 
     def trainer_progress(self) -> float:
         """A number that changes while the trainer works, or starts."""

@@ -1,6 +1,6 @@
 """Roles in a moment: forks of a process that has imported torch and the package.
 
-    process = ForkServer.start_role("searcher-0", link=7, descriptors=(), log=Path("searcher-0.log"), environment=...)
+    process = ForkServer.start_role("searcher-0", link=7, descriptors={1: 1, 2: 2}, environment=...)
     process.poll(), process.wait(5.0), process.kill()
 
 Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
@@ -8,15 +8,14 @@ imported. The server runs no threads, so a fork of it is a process as good as ne
 working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
 does not survive a fork: a role that uses one sets it up for itself.
 
-    caller -> server   Start, with the descriptors as SCM_RIGHTS, and one more, to which the role's exit status goes
-    server -> caller   the process of the role
+    caller -> server   the request, then its descriptors as SCM_RIGHTS, of which the first is a pipe
+    server -> caller   over that pipe: the process of the role, and its exit status when it has ended
 
-The server ends when the caller's end of the socket closes, and its forks with it,
-however the caller ended.
+The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
 
-A role that will start roles itself, such as a trainer with ranks, gets a server of its own: a fork of this one, made before
-the role begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes
-by exec finds it there too.
+A role that will start roles itself, such as a trainer, gets a server of its own: a fork of this one, made before the role
+begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes by exec
+finds it there too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import fcntl
 import gc
 import importlib
 import logging
-import math
 import os
 import select
 import signal
@@ -39,11 +37,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import psutil
 
@@ -64,29 +61,8 @@ START_SECONDS = 15
 """Time for a server to fork a role later on, which takes milliseconds."""
 KILL_SECONDS = 10
 """Time for a server to end that was killed."""
-TELL_SECONDS = 1.0
-"""Time for a server to tell how a role has ended, before the system is asked."""
 LOOK_SECONDS = 0.05
 """Longest time between two looks at a role whose end is waited for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Caller to server: fork a role that talks over descriptor `link`. A byte with the descriptors follows."""
-
-    name: str
-    """What `ps` and `top` show (15 letters of it)."""
-    link: int
-    descriptors: tuple[int, ...]
-    """The numbers that the descriptors which come with this message have in the caller, and get in the role."""
-    log: str | None
-    """None = standard output and error are among the descriptors."""
-    environment: Mapping[str, str]
-    folder: str
-    starts_roles: bool
-    """Whether the role gets a server of its own."""
-    until: float
-    """Time (time.monotonic) after which nobody wants the role any more: another server has started it."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -102,8 +78,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def serve(caller: socket.socket) -> None:
-    """The server: fork a role for each Start, tell of each one that ends, until the caller is gone."""
-    connection = Connection(os.dup(caller.fileno()))
+    """The server: fork a role for each request, tell of each one that ends, until the caller is gone."""
+    requests = Connection(os.dup(caller.fileno()), writable=False)
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -114,62 +90,54 @@ def serve(caller: socket.socket) -> None:
         ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
-        _tell_ended(running)
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with running.pop(pid) as told, suppress(BrokenPipeError):  # nobody wants to know
+                    told.send(os.waitstatus_to_exitcode(status))
         if caller.fileno() not in ready:
             continue
         try:
-            message: Start = connection.recv()
-            _, (status, *descriptors), _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
-        except (EOFError, OSError, ValueError):
+            request = requests.recv()
+            _, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
+        except (EOFError, OSError):
             return
-        forked = os.fork() if time.monotonic() < message.until else None
+        forked = os.fork()
         if forked == 0:
-            _become_role(message, descriptors)
-        for descriptor in descriptors:
+            _become_role(request, descriptors[1:])
+        running[forked] = Connection(descriptors[0], readable=False)
+        for descriptor in descriptors[1:]:
             os.close(descriptor)
-        if forked is None:
-            os.close(status)
-        else:
-            running[forked] = Connection(status, readable=False)
-            connection.send(forked)
+        with suppress(BrokenPipeError):
+            running[forked].send(forked)
 
 
-def _tell_ended(running: dict[int, Connection]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            with running.pop(pid) as told, suppress(BrokenPipeError):  # nobody wants to know
-                told.send(os.waitstatus_to_exitcode(status))
-
-
-def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
+def _become_role(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     """In the fork: take the caller's descriptors, environment and folder, and run the role to its end."""
     status = 1
     try:
         die_with_parent()
-        show_as(start.name)
+        show_as(request["name"])
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Descriptors are parked above all that are open or wanted while they are given their numbers.
-        spare = max(*map(int, os.listdir("/proc/self/fd")), *start.descriptors) + 1
+        spare = max(*map(int, os.listdir("/proc/self/fd")), *request["numbers"]) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
-        os.chdir(start.folder)  # which need not be the server's: the log's path may be relative
-        if start.log is not None:
-            log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
         # Everything of the server's goes: a role that held its socket would keep it open for ever.
         os.closerange(3, spare)
-        for held, number in zip(parked, start.descriptors):
+        for held, number in zip(parked, request["numbers"]):
             os.dup2(held, number)
             os.close(held)
+        os.chdir(request["folder"])
         os.environ.clear()
-        os.environ.update(start.environment)
-        if start.starts_roles:
+        os.environ.update(request["environment"])
+        if request["starts_roles"]:
             _fork_own_server(below=spare)
-        _use_threads(int(start.environment["OMP_NUM_THREADS"]))
-        status = run_role(start.link)
+        # What torch read in the environment that the server was started with is not what this role was given.
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(int(request["environment"]["OMP_NUM_THREADS"]))
+        status = run_role(request["link"])
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BaseException:
@@ -178,13 +146,6 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _use_threads(count: int) -> None:
-    """What torch read in the environment that the server was started with is not what this role was given."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(count)
 
 
 def _fork_own_server(*, below: int) -> None:
@@ -217,18 +178,16 @@ class ForkedProcess:
         self.pid = pid
         self._told = told
         self._status: int | None = None
-        self._ended = math.inf
-        """When the role was first seen to have ended, of which the server has not told yet."""
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         return self._look(0.0)
 
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
         while (status := self._look(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
             if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
         return status
 
     def kill(self) -> None:
@@ -244,9 +203,8 @@ class ForkedProcess:
                     self._status = self._told.recv()
                 except EOFError:  # its server is gone, and the role with it
                     self._status = -signal.SIGKILL
-            elif self._status is None and (found := status_of_zombie(self.pid)) is not None:  # a server that hangs
-                self._ended = min(self._ended, time.monotonic())
-                self._status = found if time.monotonic() > self._ended + TELL_SECONDS else None
+            elif self._status is None:
+                self._status = _status_of_zombie(self.pid)  # where its server hangs
             return self._status
 
 
@@ -258,23 +216,39 @@ class ForkServer:
     """A server, as its caller sees it. One serves all runs of a process."""
 
     _shared: ClassVar[ForkServer | None] = None
-    _preload: ClassVar[tuple[str, ...]] = ()
-    """What a server that takes the place of a dead one imports."""
-    _environment: ClassVar[Mapping[str, str]] = {}
-    """And its environment."""
+    _settings: ClassVar[tuple[Mapping[str, str], tuple[str, ...]]] = ({}, ())
+    """Environment and imports of the next server."""
     _shared_lock = threading.Lock()
 
     def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
         self._socket = connection
-        self._connection = Connection(os.dup(connection.fileno()))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
+        self._requests = Connection(os.dup(connection.fileno()), readable=False)
         self._process = process
         self._lock = threading.Lock()
-        self._has_started = False
-        """Whether it has forked a role, so that its imports are done."""
+        self._seconds = IMPORT_SECONDS
+        """Time for an answer."""
+        atexit.register(self.close)
 
     @classmethod
-    def begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+    def prepare(cls, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Roles will be started soon: start the server, unless it is there, with this environment. `preload` names modules
+        that its roles will need. The imports run while the caller goes on."""
+        with cls._shared_lock:
+            cls._settings = (environment, tuple(preload))
+        cls._living()
+
+    @classmethod
+    def _living(cls) -> ForkServer:
+        """The server of this process: the one that was made for it before it began, or else a new one."""
+        with cls._shared_lock:
+            if cls._shared is None or not cls._shared.lives:
+                own = os.environ.pop(OWN_SERVER, None)
+                cls._shared = cls._begin(*cls._settings) if own is None else cls._own(*map(int, own.split()))
+            return cls._shared
+
+    @classmethod
+    def _begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
         """A new server, in a process that imports what its roles need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = psutil.Popen(
@@ -289,96 +263,47 @@ class ForkServer:
         return cls(ours, process)
 
     @classmethod
-    def own(cls) -> ForkServer | None:
-        """The server that was made for this process before it began; None = there is none."""
-        found = os.environ.pop(OWN_SERVER, None)
-        if found is None:
-            return None
-        descriptor, pid = map(int, found.split())
+    def _own(cls, descriptor: int, pid: int) -> ForkServer:
         connection = socket.socket(fileno=descriptor)
         connection.set_inheritable(False)
         return cls(connection, psutil.Process(pid))
 
     @classmethod
-    def shared(cls, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()) -> ForkServer:
-        """The server of this process, started if it is not there, with this environment or that of the one before.
-        `preload` names modules that its roles will need; whoever knows that roles will be started asks for it early, and
-        the imports run meanwhile."""
-        with cls._shared_lock:
-            server = cls._shared
-            cls._preload = tuple(preload) or cls._preload
-            cls._environment = environment or cls._environment
-            if server is None or not server.lives:
-                server = cls._shared = cls.own() or cls.begin(cls._environment, cls._preload)
-                atexit.register(server.close)
-            return server
+    def start_role(cls, name: str, **request: Any) -> ForkedProcess:
+        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by
+        the numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or hangs is
+        replaced, and its roles end with it."""
+        server = cls._living()
+        try:
+            return server._start(name, **request)
+        except ServerGone as error:
+            server.close()
+            logger.warning("%s Another one takes its place.", error)
+        return cls._living()._start(name, **request)
 
-    @classmethod
-    def start_role(
-        cls,
-        name: str,
-        *,
-        link: int,
-        descriptors: Sequence[int],
-        log: Path | None,
-        environment: Mapping[str, str],
-        starts_roles: bool = False,
-    ) -> ForkedProcess:
-        """Fork a role from the shared server; from a new one if that has died or hangs. The roles of one that hangs go
-        on: it is their parent until it is closed."""
-        for attempt in range(2):
-            server = cls.shared()
-            try:
-                return server.start(
-                    name,
-                    link=link,
-                    descriptors=descriptors,
-                    log=log,
-                    environment=environment,
-                    starts_roles=starts_roles,
-                )
-            except (OSError, ServerGone) as error:
-                with cls._shared_lock:
-                    if cls._shared is server:
-                        cls._shared = None
-                if attempt:
-                    raise
-                logger.warning("%s Another one takes its place.", error)
-        raise AssertionError
-
-    def start(
+    def _start(
         self,
         name: str,
         *,
         link: int,
-        descriptors: Sequence[int],
-        log: Path | None,
+        descriptors: Mapping[int, int],
         environment: Mapping[str, str],
-        starts_roles: bool,
+        starts_roles: bool = False,
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
-        numbers, seconds = (link, *descriptors), START_SECONDS if self._has_started else IMPORT_SECONDS
-        message = Start(
-            name=name,
-            link=link,
-            descriptors=numbers,
-            log=None if log is None else str(log),
-            environment=dict(environment),
-            folder=os.getcwd(),
-            starts_roles=starts_roles,
-            until=time.monotonic() + seconds,
-        )
+        request = {"name": name, "link": link, "numbers": [link, *descriptors], "starts_roles": starts_roles}
+        request |= {"environment": dict(environment), "folder": os.getcwd()}
         told, telling = Pipe(duplex=False)
-        how = f"has not answered for {seconds} s"
+        how = f"has not answered for {self._seconds} s"
         try:
             with self._lock:
-                self._connection.send(message)
-                socket.send_fds(self._socket, [b" "], [telling.fileno(), *numbers])
-                # A second more: an answer that is given just in time must not be missed.
-                if self._connection.poll(seconds + 1.0):
-                    pid, self._has_started = self._connection.recv(), True
-                    return ForkedProcess(pid, told)
-        except (EOFError, ConnectionError):
+                self._requests.send(request)
+                socket.send_fds(self._socket, [b" "], [telling.fileno(), link, *descriptors.values()])
+            telling.close()  # or the server's end would not be seen here
+            if told.poll(self._seconds):
+                process, self._seconds = ForkedProcess(told.recv(), told), START_SECONDS
+                return process
+        except (EOFError, OSError):
             how = "has ended; its last lines are on stderr"
         finally:
             telling.close()
@@ -393,15 +318,16 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and, with it, every role that still runs."""
+        self._requests.close()
         self._socket.close()
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             self._process.kill()
             self._process.wait(KILL_SECONDS)
 
 
-def status_of_zombie(pid: int) -> int | None:
-    """Exit status of a process that has ended and that its parent has not asked about, because it hangs; None = it runs, or
-    its parent knows."""
+def _status_of_zombie(pid: int) -> int | None:
+    """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
+    knows."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -422,5 +348,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Messages are of the classes of the imported module, not of this file run as a script.
+    # The functions of the imported module: a role would import it a second time.
     importlib.import_module("tba.runtime.fork_server").main()

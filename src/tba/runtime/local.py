@@ -18,7 +18,7 @@ from tba.config import RuntimeConfig
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.leases import VisitLedger
-from tba.runtime.links import Acknowledge, AskVisits, EndsHandle, Evaluate, Evaluated, LeaseVisits
+from tba.runtime.links import EndsHandle
 from tba.runtime.processes import RoleDied
 from tba.runtime.searchers import Incarnation, Recipe, SearcherPool, StartSearcher
 from tba.runtime.weight_slots import WeightSlots
@@ -89,7 +89,8 @@ class LocalRuntime:
         """By group: who has sent it and waits for its acknowledgement."""
         self._stored: list[str] = []
         """Groups that the trainer has stored and that are not acknowledged yet."""
-        self._evaluations: list[Evaluated] = []
+        self._evaluations: list[tuple[int, Mapping[str, float]]] = []
+        """Versions and their metrics."""
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
         self._evaluator: Incarnation | None = None
@@ -144,12 +145,14 @@ class LocalRuntime:
                     if self._copies is not None:
                         self._not_copied.add(message.id)
                         self._copies.add(message)
-                elif isinstance(message, AskVisits):
-                    self._lease(incarnation, message.count)
-                elif isinstance(message, Evaluated):
-                    self._evaluator = None
-                    self._evaluations.append(message)
-                    self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+                    continue
+                match message:
+                    case ("ask", count):
+                        self._lease(incarnation, count)
+                    case ("evaluated", (version, metrics)):
+                        self._evaluator = None
+                        self._evaluations.append((version, metrics))
+                        self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > version]
             if gone:
                 self._forget(incarnation)
         self._ask_for_evaluation()
@@ -163,8 +166,7 @@ class LocalRuntime:
         return group
 
     def _lease(self, incarnation: Incarnation, count: int) -> None:
-        visits = tuple(self.ledger.lease(incarnation.holder, count))
-        incarnation.process.link.send(LeaseVisits(visits=visits))
+        incarnation.process.link.send(("visits", self.ledger.lease(incarnation.holder, count)))
 
     def _forget(self, incarnation: Incarnation) -> None:
         """A searcher is gone: others take its visits."""
@@ -198,7 +200,7 @@ class LocalRuntime:
                 told.setdefault(sender, []).append(group_id)
         self._stored = [group_id for group_id in self._stored if group_id in self._not_copied]
         for incarnation, ids in told.items():
-            incarnation.process.link.send(Acknowledge(group_ids=tuple(ids)))  # lost with one that is gone: no harm
+            incarnation.process.link.send(("stored", ids))  # lost with one that is gone: no harm
 
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
@@ -224,10 +226,10 @@ class LocalRuntime:
         running = self._running() if self._wanted_evaluations else []
         if running and self._evaluator not in running:
             self._evaluator = running[0]
-            self._evaluator.process.link.send(Evaluate(version=self._wanted_evaluations[-1]))
+            self._evaluator.process.link.send(("evaluate", self._wanted_evaluations[-1]))
 
-    def take_evaluations(self) -> list[Evaluated]:
-        """Evaluations that have come since the last call."""
+    def take_evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Versions whose evaluation has come since the last call, with its metrics."""
         taken, self._evaluations = self._evaluations, []
         return taken
 

@@ -13,11 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 import cloudpickle
 
@@ -37,17 +36,13 @@ class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
 
 
-L = TypeVar("L", bound=Link)
-L_co = TypeVar("L_co", bound=Link, covariant=True)
-
-
-class Role(Protocol[L_co]):
+class Role(Protocol):
     """A role as its starter sees it: a process of this machine, or an actor that stands for one of another machine."""
 
     name: str
 
     @property
-    def link(self) -> L_co: ...
+    def link(self) -> Link: ...
 
     @property
     def log(self) -> Path | None:
@@ -84,7 +79,7 @@ class Role(Protocol[L_co]):
         ...
 
 
-class RoleProcess(Generic[L]):
+class RoleProcess:
     """A child process with a link. It ends itself when this process is gone, however that happened."""
 
     def __init__(
@@ -99,37 +94,34 @@ class RoleProcess(Generic[L]):
         forked: bool = False,
         starts_roles: bool = False,
         without: Sequence[str] = (),
-        make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
+        queued: bool = False,
+        unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
         are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
-        `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get."""
+        `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get.
+        `queued` and `unread` are the link's."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
         environment = {name: value for name, value in role_environment(threads).items() if name not in without}
         self._process: subprocess.Popen[bytes] | ForkedProcess
-        if forked and sys.platform == "linux":
-            prepare_roles()
-            self._process = ForkServer.start_role(
-                name,
-                link=theirs.fileno(),
-                descriptors=fds if log is not None else (1, 2, *fds),
-                log=log,
-                environment=environment,
-                starts_roles=starts_roles,
-            )
-        elif log is None:
-            self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, None, environment)
-        else:
-            with log.open("ab") as stream:
+        with nullcontext() if log is None else log.open("ab") as stream:
+            if forked and sys.platform == "linux":
+                prepare_roles()
+                out, err = (1, 2) if stream is None else [stream.fileno()] * 2
+                own = {1: out, 2: err, **{number: number for number in fds}}
+                self._process = ForkServer.start_role(
+                    name, link=theirs.fileno(), descriptors=own, environment=environment, starts_roles=starts_roles
+                )
+            else:
                 self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps({"name": name, "search_path": sys.path}).encode())
             ours.send_bytes(cloudpickle.dumps((target, dict(arguments))))
-        self.link = make_link(ours)
+        self.link = Link(ours, queued=queued, unread=unread)
 
     @property
     def pid(self) -> int:
@@ -171,7 +163,7 @@ STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 
 
-def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[Role], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)
@@ -215,7 +207,7 @@ def may_fork() -> bool:
 def prepare_roles() -> None:
     """Roles will be started soon: have what they need imported while this process goes on."""
     if may_fork():
-        ForkServer.shared(server_environment(), ROLE_MODULES)
+        ForkServer.prepare(server_environment(), ROLE_MODULES)
 
 
 def role_environment(threads: int) -> dict[str, str]:

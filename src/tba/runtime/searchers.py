@@ -21,7 +21,7 @@ from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.fork_server import ServerGone
-from tba.runtime.links import EndsHandle, SearcherLink, Stop
+from tba.runtime.links import STOP, EndsHandle
 from tba.runtime.mps import PRIORITY
 from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.threads import threads_of
@@ -54,7 +54,7 @@ class Incarnation:
     """Number of the seat."""
     id: str
     """Group ids and leases carry it."""
-    process: Role[SearcherLink]
+    process: Role
     idleness: Idleness = field(default_factory=Idleness)
     """How long there has been no sign of life."""
     gone: bool = False
@@ -68,14 +68,14 @@ class Incarnation:
         return f"searcher-{self.index}.{self.id}"
 
 
-StartSearcher = Callable[[Recipe, int, str], Role[SearcherLink]]
+StartSearcher = Callable[[Recipe, int, str], Role]
 """Starts the process that fills a seat, given its number, as an incarnation."""
 
 
 def local_starter(config: Config, logs: Path) -> StartSearcher:
     """Starts searchers as processes of this machine (on a cluster: cluster/roles.py)."""
 
-    def start(recipe: Recipe, index: int, incarnation: str) -> Role[SearcherLink]:
+    def start(recipe: Recipe, index: int, incarnation: str) -> Role:
         logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         return RoleProcess(
             f"searcher-{index}",
@@ -85,7 +85,7 @@ def local_starter(config: Config, logs: Path) -> StartSearcher:
             threads=threads_of(config, num_searchers=index + 1).searcher,
             forked=may_fork(),
             without=(PRIORITY,),  # that of the trainer, which gives way to searchers
-            make_link=SearcherLink,
+            queued=True,
         )
 
     return start
@@ -181,7 +181,7 @@ class SearcherPool:
             self._thread.join()
         self._board.trainer["searchers"] = 0
         processes = [incarnation.process for incarnation in self._incarnations]
-        stop_all(processes, Stop(), timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
+        stop_all(processes, STOP, timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
         for process in processes:
             process.link.close()
         for seat in self._seats:
@@ -208,7 +208,7 @@ class SearcherPool:
         """New ones start; those with the highest numbers end, and their visits go to others."""
         for seat in self._seats[count:]:
             if seat.filled_by is not None:
-                seat.filled_by.process.link.send(Stop())
+                seat.filled_by.process.link.send(STOP)
             seat.closed = True
         for seat in self._seats[:count]:
             seat.closed = seat.given_up = False

@@ -19,7 +19,6 @@ import psutil
 from tba.config import Config, RuntimeConfig
 from tba.runtime.board import Board
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.links import Link
 from tba.runtime.processes import KILL_SECONDS, Role, RoleProcess, may_fork
 from tba.runtime.threads import threads_of, workers_of
 
@@ -36,11 +35,11 @@ MOST_REQUESTS = 3
 TRY_AGAIN = 75
 """Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
 
-StartTrainer = Callable[[str, Mapping[str, Any]], Role[Link]]
+StartTrainer = Callable[[str, Mapping[str, Any]], Role]
 """Starts the process of a trainer, which runs a target with these arguments; `arguments["host"]` is its Host."""
 
 
-def start_local_trainer(target: str, arguments: Mapping[str, Any]) -> Role[Link]:
+def start_local_trainer(target: str, arguments: Mapping[str, Any]) -> Role:
     """Start a trainer as a process of this machine (on a cluster: cluster/roles.py)."""
     config: Config = arguments["config"]
     return RoleProcess(
@@ -67,7 +66,7 @@ class Supervisor:
         board: Board,
         *,
         logs: Path,
-        start_trainer: Callable[[], Role[Link]],
+        start_trainer: Callable[[], Role],
         newest_checkpoint: Callable[[], int | None],
         look_outside: Callable[[], None],
     ) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror
-from tba.runtime.links import EndsHandle, Link
+from tba.runtime.links import EndsHandle
 from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba")
@@ -55,17 +54,6 @@ class Exchanged:
     """What the run folder holds (copies.what_is_there); None = it was not looked at."""
 
 
-class UnreadLink(Link):
-    """The host's end of a role's link: what the role sends goes on as it came, and None at its end."""
-
-    def __init__(self, connection: Connection, deliver: Callable[[bytes | None], None]) -> None:
-        self._deliver = deliver
-        super().__init__(connection, on_close=partial(deliver, None))
-
-    def _take(self, body: bytes) -> None:
-        self._deliver(body)
-
-
 class RoleHost:
     """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer. `copied` is
     the run folder of a trainer whose run is copied to another node."""
@@ -78,7 +66,7 @@ class RoleHost:
         self._searcher = searcher
         self._board = Board.create()
         self._own = self._board.own_part(searcher)
-        self._role: RoleProcess[UnreadLink] | None = None
+        self._role: RoleProcess | None = None
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """What the role has sent; None at its end."""
         self._hung_up = False
@@ -139,7 +127,7 @@ class RoleHost:
             arguments,
             log=log,
             threads=threads,
-            make_link=partial(UnreadLink, deliver=self._frames.put),
+            unread=self._frames.put,
         )
         for each in self._early_frames:
             self._role.link.send_bytes(each)
@@ -166,7 +154,7 @@ class RoleHost:
             files=self._look_at_files(role),
         )
 
-    def _look_at_files(self, role: RoleProcess[UnreadLink] | None) -> Mapping[str, str] | None:
+    def _look_at_files(self, role: RoleProcess | None) -> Mapping[str, str] | None:
         """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
         ended = role is not None and role.status is not None
         if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -34,7 +33,7 @@ from tba.runtime.board import Board
 from tba.runtime.cluster.copies import RunCopy, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay
-from tba.runtime.links import Link, SearcherLink, hang_up
+from tba.runtime.links import Link, hang_up
 from tba.runtime.searchers import Recipe
 from tba.runtime.threads import threads_of
 
@@ -50,10 +49,7 @@ KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
 
-L = TypeVar("L", bound=Link)
-
-
-class ClusterRole(Generic[L]):
+class ClusterRole:
     """A role in an actor, with the methods of a RoleProcess."""
 
     def __init__(
@@ -64,7 +60,7 @@ class ClusterRole(Generic[L]):
         *,
         searcher: int | None,
         log: Path | None,
-        make_link: Callable[[Connection], L],
+        queued: bool = False,
         started: Any = None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
@@ -85,7 +81,7 @@ class ClusterRole(Generic[L]):
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         ours, self._far_end = Pipe()
-        self.link = make_link(ours)
+        self.link = Link(ours, queued=queued)
         for work in (self._exchange, self._deliver):
             threading.Thread(target=work, daemon=True, name=f"{name}-{work.__name__.strip('_')}").start()
 
@@ -200,7 +196,7 @@ class ClusterTrainers:
         self._replica = None if replica is None else replica_actor(config, replica, owner)
         """Held: the actor ends with the last one who knows it."""
 
-    def start(self, target: str, arguments: Mapping[str, Any]) -> ClusterRole[Link]:
+    def start(self, target: str, arguments: Mapping[str, Any]) -> ClusterRole:
         """`arguments["host"]` is a Host, of which the role gets its own node's form."""
         config, copy = self._config, self._copy
         each, ranks = gpus_each(config), config.train.ranks
@@ -209,7 +205,7 @@ class ClusterTrainers:
         gpus = each if ranks == 1 else ranks * math.ceil(each)
         copied = None if copy is None else config.run_folder
         actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
-        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, make_link=Link, copy=copy)
+        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, copy=copy)
         begin = partial(actor.start.remote, target, ends=None, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
@@ -224,7 +220,7 @@ class ClusterTrainers:
     def _begin_copied(
         self,
         copy: RunCopy,
-        role: ClusterRole[Link],
+        role: ClusterRole,
         actor: Any,
         begin: Callable[..., Any],
         arguments: dict[str, Any],
@@ -268,7 +264,7 @@ class ClusterSearchers:
         """Actors of the searchers there are, by their incarnations."""
         self._lock = threading.Lock()
 
-    def start(self, recipe: Recipe, index: int, incarnation: str) -> ClusterRole[SearcherLink]:
+    def start(self, recipe: Recipe, index: int, incarnation: str) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
         actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
         started = actor.start.remote(
@@ -282,9 +278,7 @@ class ClusterSearchers:
             self._relay = WeightRelay(recipe.ends)
         self._set_actor(incarnation, actor)
         ended = partial(self._set_actor, incarnation, None)
-        return ClusterRole(
-            name, actor, self._board, searcher=index, log=log, make_link=SearcherLink, started=started, ended=ended
-        )
+        return ClusterRole(name, actor, self._board, searcher=index, log=log, queued=True, started=started, ended=ended)
 
     def close(self) -> None:
         if self._relay is not None:
