@@ -15,12 +15,11 @@ from test_failures import when
 
 from tba.launch import train
 from tba.launch.operate import describe, read_status, stop_run
-from tba.launch.supervise import supervise
+from tba.launch.supervise import MAX_RESTARTS, supervise
 from tba.observe.run_folder import RunFolder
 from tba.runtime import fork_server, processes
 from tba.runtime.fork_server import ForkServer
 from tba.runtime.processes import prepare_roles
-from tba.runtime.supervisor import MAX_RESTARTS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from chaos_bench.accounting import account, read_notes, read_rows

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 import targets
-from problem import wait_for
 
 from tba.runtime import fork_server, processes
 from tba.runtime.fork_server import ForkServer, module_command

@@ -8,10 +8,9 @@ import targets
 import torch
 
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum, copy_all
-from tba.runtime.host_copies import PackedWriter
 from tba.runtime.processes import RoleProcess
 from tba.runtime.slot_memory import data_bytes
-from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots, layout_of
+from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, PackedWriter, WeightSlots, layout_of
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)

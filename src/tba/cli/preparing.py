@@ -83,7 +83,7 @@ def doctor(
 
         findings = examine()
     else:
-        from tba.launch.model_report import examine_model
+        from tba.launch.doctor import examine_model
 
         findings = examine_model(model)
     for what, finding in findings:

@@ -110,7 +110,7 @@ def train(
 def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import train, worth_another_try
-    from tba.runtime.supervisor import TRY_AGAIN
+    from tba.launch.supervise import TRY_AGAIN
 
     def run() -> int:
         try:

@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,13 @@ class StatusWriter:
             write_json(self._folder.status, status)
 
 
-@dataclass(frozen=True)
-class Control:
-    """What is asked of a run in control.json, looked at once a second."""
-
-    path: Path
-
-    def searchers(self) -> int | None:
-        """Number of searchers that is asked for; None = nobody has asked."""
-        try:
-            asked = json.loads(self.path.read_text())["searchers"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return asked if type(asked) is int and asked >= 1 else None
+def searchers_asked(control: Path) -> int | None:
+    """Number of searchers that is asked for in a run's control.json; None = nobody has asked."""
+    try:
+        asked = json.loads(control.read_text())["searchers"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return asked if type(asked) is int and asked >= 1 else None
 
 
 def read_status(run: Path) -> dict[str, Any]:

@@ -270,9 +270,9 @@ class ForkServer:
 
     @classmethod
     def start_role(cls, name: str, **request: Any) -> ForkedProcess:
-        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by
-        the numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or hangs is
-        replaced, and its roles end with it."""
+        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by the
+        numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or
+        hangs is replaced, and its roles end with it."""
         server = cls._living()
         try:
             return server._start(name, **request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,8 +20,8 @@ from tba.runtime.board import Board, Row
 from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import EndsHandle
-from tba.runtime.processes import RoleDied
-from tba.runtime.searchers import Incarnation, Recipe, SearcherPool, StartSearcher
+from tba.runtime.processes import Role, RoleDied
+from tba.runtime.searchers import Incarnation, SearcherPool, StartSearcher
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
@@ -71,7 +72,8 @@ class LocalRuntime:
         self.ledger = ledger
         self.board = board
         self.row: Row = board.trainer
-        self.pool = SearcherPool(config, board, start, may_start=may_start)
+        self.pool = SearcherPool(config, board, may_start=may_start)
+        self._start_one: Callable[..., Role] = start
         self._num_searchers = num_searchers
         device = next(iter(tensors.values())).device
         if slots_in_host_memory or config.kind == "ray":  # from where they are passed on to other nodes
@@ -112,7 +114,8 @@ class LocalRuntime:
         )
         if self._copies is not None:
             self._copied = self._copies.groups(after=stored or {})
-        self.pool.begin(Recipe(target=target, arguments=arguments, ends=ends), self._num_searchers)
+        self._start_one = partial(self._start_one, target, arguments, ends)
+        self.pool.begin(self._start_one, self._num_searchers)
 
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
         """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
@@ -124,7 +127,7 @@ class LocalRuntime:
             self._copies.return_to(go_on_from)
         self._senders, self._stored, self._not_copied, self._copied = {}, [], set(), iter(())
         self._evaluations, self._wanted_evaluations, self._evaluator = [], [], None
-        self.pool.begin_anew()
+        self.pool.begin(self._start_one, self._num_searchers)
 
     def _beat(self) -> None:
         self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began

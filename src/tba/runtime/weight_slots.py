@@ -4,23 +4,34 @@ Nobody decodes from a slot.
 Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
 lets the other process read them, and weights go from device to device. There a reader copies and checks on a stream of its
 own, beside the decode steps that are under way: it waits for the copy, not for them.
+
+A GPU copies straight from and to host memory whose pages the driver has locked, at the speed of the bus. From and to any
+other memory the driver goes through a small buffer of its own, which is several times as slow.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.weights import ChecksumMismatch, checksum, copy_all, verify
+from tba.models.weights import (
+    ROW_BYTES,
+    ChecksumMismatch,
+    checksum,
+    checksum_of_rows,
+    copy_all,
+    row_sums,
+    verify,
+)
 from tba.runtime.board import SharedMemory
-from tba.runtime.host_copies import PackedWriter, lock_pages
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
 from tba.types import SharedTensors, Weights
 
@@ -32,6 +43,11 @@ LONG_BYTES = 2**28
 """Bytes in host memory from which on copying and checking them would hold up many decode steps."""
 MAX_CHECKSUM_MISSES = 3
 """Copies with a wrong checksum before fetching gives up: a second copy of bytes that are damaged is as wrong."""
+
+PART_BYTES = 4096 * ROW_BYTES
+"""Bytes that are packed on the GPU at once, 64 MiB: whole rows of the checksum."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all contexts of this process."""
 
 
 def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
@@ -278,3 +294,58 @@ def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:
         spec.name: data[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
         for spec in layout
     }
+
+
+def lock_pages(data: Tensor, owner: object) -> bool:
+    """Have the driver lock the pages of a CPU tensor until `owner` is gone. Returns whether it has."""
+    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel() * data.element_size(), _PORTABLE)
+    if int(error) == 0:
+        # The tensor is an argument, so that its memory is still there when its pages are unlocked. A process that ends need
+        # not: the driver does.
+        weakref.finalize(owner, _unlock_pages, data).atexit = False
+        return True
+    with suppress(RuntimeError):  # the driver repeats its last error at the next kernel: let it be this one
+        torch.zeros(1, device="cuda")
+    logger.warning(
+        "%.1f GiB of host memory cannot be locked for copies to and from the GPU (%s): weights travel several times as "
+        "slowly. `ulimit -l` says how much a process may lock.",
+        data.numel() * data.element_size() / 2**30,
+        error,
+    )
+    return False
+
+
+def _unlock_pages(data: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+
+
+class PackedWriter:
+    """Writes tensors of a GPU into packed bytes in host memory, a part after the other: cast, put side by side and summed on
+    the GPU, where that takes no time beside the copy."""
+
+    def __init__(self, layout: Sequence[TensorSpec], device: torch.device, *, part_bytes: int = PART_BYTES) -> None:
+        """`part_bytes` are whole rows of the checksum."""
+        self._layout = layout
+        self._size = data_bytes(layout)
+        self._part = torch.empty(min(part_bytes, self._size), dtype=torch.uint8, device=device)
+
+    def write(self, tensors: Mapping[str, Tensor], target: Tensor) -> int:
+        """Fill `target`, uint8 [bytes of the layout] in host memory; returns the checksum of what it then holds."""
+        sums = []
+        for start in range(0, self._size, len(self._part)):
+            part = self._part[: self._size - start]
+            self._fill(part, start, tensors)
+            sums.append(row_sums(part))
+            # In the order of the stream: the part is filled again only when it has been copied.
+            target[start : start + len(part)].copy_(part, non_blocking=True)
+        return checksum_of_rows(torch.cat(sums))  # comes back to the host behind all copies
+
+    def _fill(self, part: Tensor, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """The bytes of the layout from `start` on, zero between two tensors."""
+        part.zero_()
+        for spec in self._layout:
+            first, last = max(spec.offset, start), min(spec.offset + spec.num_bytes, start + len(part))
+            if first < last:
+                dtype = getattr(torch, spec.dtype)
+                elements = slice((first - spec.offset) // dtype.itemsize, (last - spec.offset) // dtype.itemsize)
+                part[first - start : last - start].view(dtype).copy_(tensors[spec.name].reshape(-1)[elements])

@@ -67,7 +67,7 @@ def what_is_there(folder: RunFolder) -> dict[str, str]:
     return found
 
 
-def begun_at(folder: RunFolder, owner: Holder, *, resume: bool) -> int | None:
+def begun_at(folder: RunFolder, owner: Holder, resume: bool) -> int | None:
     """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
     run is not there."""
     if not folder.config.is_file() or not (resume or holder_of(folder.path) == owner):
@@ -99,10 +99,10 @@ def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None
         file.write(block)
 
 
-def make_room(folder: RunFolder, owner: Holder, *, resume: bool) -> None:
+def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
     """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
     stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
-    is_foreign = folder.config.is_file() and begun_at(folder, owner, resume=resume) is None
+    is_foreign = folder.config.is_file() and begun_at(folder, owner, resume) is None
     claim = Claim.take(folder.path)
     try:
         if is_foreign:
@@ -151,9 +151,9 @@ class RunCopy:
         with self._lock:
             if not self.folder.config.is_file() or (begun is not None and begun >= newest_step(self.folder)):
                 return False
-            ray.get(actor.make_room.remote(owner, resume))
+            ray.get(actor.with_folder.remote(make_room, owner, resume))
             for name, offset, block in self._blocks():
-                ray.get(actor.write_block.remote(name, offset, block))
+                ray.get(actor.with_folder.remote(write_block, name, offset, block))
             return True
 
     def _blocks(self) -> Iterator[tuple[str, int, bytes]]:
@@ -216,7 +216,7 @@ class RunCopy:
         digest, offset = hashlib.sha256(), 0
         temporary = path.with_name(f".{path.name}.fetched")
         with temporary.open("wb") as file:
-            while block := ray.get(actor.read_block.remote(name, offset)):
+            while block := ray.get(actor.with_folder.remote(read_block, name, offset)):
                 file.write(block)
                 digest.update(block)
                 offset += len(block)

@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from tba.observe.run_folder import Holder, RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror
@@ -67,18 +66,14 @@ class RoleHost:
         self._board = Board.create()
         self._own = self._board.own_part(searcher)
         self._role: RoleProcess | None = None
+        self._started = threading.Event()
+        """The role's process is there."""
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """What the role has sent; None at its end."""
         self._hung_up = False
         self._mirror: WeightMirror | None = None
         self._has_mirror = threading.Event()
-        self._arguments: dict[str, Any] = {}
-        """What a searcher that waits for its first weights is started with."""
-        self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
-        """Starts the role's process."""
-        self._early_frames: list[bytes] = []
-        """What came for the role before its process was started."""
-        self._lock = threading.Lock()
+        self._has_weights = threading.Event()
         self._copied = None if copied is None else RunFolder(copied)
         self._looked = 0.0
 
@@ -96,41 +91,29 @@ class RoleHost:
         log_path = None if log is None else Path(log)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._begin = partial(self._start_process, target, log=log_path, threads=threads)
-        with self._lock:
-            if ends is None:
-                host = replace(arguments["host"], board=self._board.memory.handle())
-                self._begin({**arguments, "host": host})
-            else:
-                own = replace(ends, board=self._board.memory.handle())
-                self._mirror = WeightMirror(own)
-                self._arguments = {**arguments, "ends": self._mirror.ends(own)}
-                self._has_mirror.set()
+        board = self._board.memory.handle()
+        if ends is None:
+            own = {"host": replace(arguments["host"], board=board)}
+        else:
+            ends = replace(ends, board=board)
+            self._mirror = WeightMirror(ends)
+            own = {"ends": self._mirror.ends(ends)}
+            self._has_mirror.set()
+            self._has_weights.wait()
+        self._role = RoleProcess(
+            self._name, target, {**arguments, **own}, log=log_path, threads=threads, unread=self._frames.put
+        )
+        self._started.set()
 
     @ray.method(concurrency_group="weights")
     def take_weights(self, offer: Offer, data: list[Any]) -> None:
         """A version for the searcher; `data` is empty where it is here already."""
         found = ray.get(data[0]) if data else None
         self._has_mirror.wait()  # `start` was called before this, but in another thread
-        with self._lock:
-            assert self._mirror is not None
-            self._mirror.take(offer, found)
-            if self._role is None and self._mirror.is_filled:
-                self._begin(self._arguments)
-
-    def _start_process(
-        self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int
-    ) -> None:
-        self._role = RoleProcess(
-            self._name,
-            target,
-            arguments,
-            log=log,
-            threads=threads,
-            unread=self._frames.put,
-        )
-        for each in self._early_frames:
-            self._role.link.send_bytes(each)
+        assert self._mirror is not None
+        self._mirror.take(offer, found)
+        if self._mirror.is_filled:
+            self._has_weights.set()
 
     @ray.method(concurrency_group="exchange")
     def exchange(self, board: bytes, timeout_seconds: float) -> Exchanged:
@@ -173,32 +156,16 @@ class RoleHost:
 
     @ray.method(concurrency_group="deliver")
     def deliver(self, frames: list[bytes]) -> None:
-        """Frames for the role, in order. A searcher that waits for its first weights gets them when it starts."""
-        with self._lock:
-            if self._role is None:
-                self._early_frames += frames
-                return
+        """Frames for the role, in order. They wait for its process, which a searcher has when its first weights come."""
+        self._started.wait()
+        assert self._role is not None
         for each in frames:
             self._role.link.send_bytes(each)
 
-    # The run folder on this node, for a copy on another one
-
-    def begun_at(self, owner: Holder, resume: bool) -> int | None:
-        assert self._copied is not None
-        return copies.begun_at(self._copied, owner, resume=resume)
-
-    def make_room(self, owner: Holder, resume: bool) -> None:
-        assert self._copied is not None
-        copies.make_room(self._copied, owner, resume=resume)
-
-    def write_block(self, name: str, offset: int, block: bytes) -> None:
-        assert self._copied is not None
-        copies.write_block(self._copied, name, offset, block)
-
     @ray.method(concurrency_group="files")
-    def read_block(self, name: str, offset: int) -> bytes | None:
-        assert self._copied is not None
-        return copies.read_block(self._copied, name, offset)
+    def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of copies.py returns for the run folder on this node."""
+        return call(self._copied, *arguments)
 
     def signal(self, number: int) -> None:
         if self._role is not None and self._role.alive:

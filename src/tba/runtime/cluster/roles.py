@@ -30,11 +30,10 @@ import ray.exceptions
 from tba.config import Config
 from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
-from tba.runtime.cluster.copies import RunCopy, replica_actor
+from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay
-from tba.runtime.links import Link, hang_up
-from tba.runtime.searchers import Recipe
+from tba.runtime.links import EndsHandle, Link, hang_up
 from tba.runtime.threads import threads_of
 
 logger = logging.getLogger("tba")
@@ -229,7 +228,7 @@ class ClusterTrainers:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
-            call = actor.begun_at.remote(owner, resume)
+            call = actor.with_folder.remote(begun_at, owner, resume)
             if not ray.wait([call], timeout=NODE_SECONDS)[0]:
                 logger.warning("the trainer waits for a node with room for it (%s): none of the cluster has any.", room)
             begun = ray.get(call)
@@ -264,18 +263,20 @@ class ClusterSearchers:
         """Actors of the searchers there are, by their incarnations."""
         self._lock = threading.Lock()
 
-    def start(self, recipe: Recipe, index: int, incarnation: str) -> ClusterRole:
+    def start(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], ends: EndsHandle, index: int, incarnation: str
+    ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
         actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
         started = actor.start.remote(
-            cloudpickle.dumps((recipe.target, dict(recipe.arguments))),  # the actor need not import what it needs
+            cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
             {"index": index, "incarnation": incarnation},
-            ends=recipe.ends,
+            ends=ends,
             log=str(log),
             threads=self._threads,
         )
         if self._relay is None:
-            self._relay = WeightRelay(recipe.ends)
+            self._relay = WeightRelay(ends)
         self._set_actor(incarnation, actor)
         ended = partial(self._set_actor, incarnation, None)
         return ClusterRole(name, actor, self._board, searcher=index, log=log, queued=True, started=started, ended=ended)

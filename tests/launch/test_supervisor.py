@@ -5,10 +5,11 @@ import sys
 
 import targets
 
-from tba.config import RuntimeConfig
+from tba.config import Config, RuntimeConfig
+from tba.launch.supervise import Outside, Supervisor
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.processes import RoleProcess
-from tba.runtime.supervisor import Supervisor
 
 
 def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settings) -> Supervisor:
@@ -20,14 +21,8 @@ def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settin
         started.append(RoleProcess("trainer", target, arguments, log=tmp_path / "trainer.log", forked=True))
         return started[-1]
 
-    return Supervisor(
-        RuntimeConfig(**settings),
-        board,
-        logs=tmp_path,
-        start_trainer=start,
-        newest_checkpoint=lambda: None,
-        look_outside=lambda: None,
-    )
+    config, folder = Config(runtime=RuntimeConfig(**settings)), RunFolder(tmp_path)
+    return Supervisor(config, board, folder, Outside(folder, board), start)
 
 
 def test_a_trainer_that_does_not_look_for_groups_is_killed_and_another_one_begins(tmp_path, caplog):
