@@ -108,7 +108,7 @@ def generate(
     from tba.launch.resolve import resolve
     from tba.models.cpu import use_cpu
     from tba.models.load import load_model
-    from tba.runtime.threads import threads_alone
+    from tba.runtime.placement import threads_alone
     from tba.search.make import make_search_engine
     from tba.tasks.data.prompts import make_prompt
     from tba.types import Request

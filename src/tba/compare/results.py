@@ -13,7 +13,7 @@ from tba.compare.study import Study
 from tba.observe.display import SHARES
 from tba.observe.files import read_summary
 from tba.observe.metrics import standard_error
-from tba.runtime.threads import usable_cores
+from tba.runtime.placement import usable_cores
 
 TITLES = {
     "seconds": "Seconds of training",

@@ -33,8 +33,7 @@ from tba.models.load import check_generates, check_has_config, told
 from tba.models.names import resolve_path
 from tba.models.text_part import stated_context, switch_length
 from tba.policy.model import PolicyModel
-from tba.runtime.mps import why_no_mps
-from tba.runtime.threads import PINNED, threads_of, usable_cores
+from tba.runtime.placement import PINNED, threads_of, usable_cores, why_no_mps
 
 EXTRAS = {
     "wandb": "W&B logging (observe.sinks=[wandb])",

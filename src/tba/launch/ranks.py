@@ -31,7 +31,7 @@ from tba.models.load import adapt, load_model
 from tba.runtime.links import Link
 from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.role_process import INTERRUPTED
-from tba.runtime.threads import threads_of
+from tba.runtime.placement import threads_of
 from tba.train.make import make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
 from tba.train.sharded import ShardedTrainStep

@@ -43,9 +43,8 @@ from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
-from tba.runtime.mps import give_way_to_searchers, start_mps
+from tba.runtime.placement import give_way_to_searchers, start_mps, threads_alone, threads_of
 from tba.runtime.processes import prepare_roles
-from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.base import KeepResponses
 from tba.tasks.evaluation import AnswerEvaluator, make_evaluator

@@ -30,10 +30,9 @@ from tba.observe.files import read_summary, tell_failure
 from tba.observe.run_folder import MANIFEST, Holder, RunFolder
 from tba.runtime.board import Board, MemoryHandle
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.mps import start_mps
+from tba.runtime.placement import start_mps, threads_of, workers_of
 from tba.runtime.processes import KILL_SECONDS, Role, RoleProcess, may_fork, prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
-from tba.runtime.threads import threads_of, workers_of
 
 logger = logging.getLogger("tba")
 

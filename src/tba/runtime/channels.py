@@ -1,7 +1,7 @@
 """How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
 else of the runtime: whether the other role is in this process, in another one or on another host.
 
-What a trainer has of a run is in local.py, what a searcher has of it in ends.py.
+The ends of a trainer and of searchers in processes of their own are in ends.py.
 """
 
 from __future__ import annotations

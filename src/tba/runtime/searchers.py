@@ -22,9 +22,8 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import STOP, EndsHandle
-from tba.runtime.mps import PRIORITY
+from tba.runtime.placement import PRIORITY, threads_of
 from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
-from tba.runtime.threads import threads_of
 
 logger = logging.getLogger("tba")
 

@@ -34,7 +34,7 @@ from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay
 from tba.runtime.links import EndsHandle, Link, hang_up
-from tba.runtime.threads import threads_of
+from tba.runtime.placement import threads_of
 
 logger = logging.getLogger("tba")
 
