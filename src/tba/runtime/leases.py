@@ -155,5 +155,6 @@ class VisitSource:
         return self._visits[0] if self._visits else None
 
     def take(self) -> Visit:
-        """The visit that peek has shown."""
+        """The visit that peek shows."""
+        self.peek()
         return heapq.heappop(self._visits)
