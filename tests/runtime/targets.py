@@ -217,7 +217,7 @@ def starts_a_role(link) -> None:
     """Tells its own number, that of its role and that of the process that it was forked from, and waits."""
     import psutil
 
-    from tba.runtime.fork_server import OWN_SERVER
+    from tba.runtime.role_process import OWN_SERVER
     from tba.runtime.processes import RoleProcess
 
     had = OWN_SERVER in os.environ

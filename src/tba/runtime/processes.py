@@ -1,35 +1,51 @@
 """Start a role in a process of its own, watch it, stop it.
 
-The child is a fork of a process that has imported torch already (fork_server.py), or a new one. What it does first stands in
-role_process.py.
+The child is a fork of a process that has imported torch already, or a new one. What it does first, and how it is forked,
+stands in role_process.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import cloudpickle
+import psutil
 
 from tba.runtime.deadlines import dump_stacks
-from tba.runtime.fork_server import OWN_SERVER, ForkedProcess, ForkServer, module_command
 from tba.runtime.links import Link
+from tba.runtime.role_process import OWN_SERVER
 
 logger = logging.getLogger("tba")
 
-ROLE_MODULES = ("tba.search.role", "tba.launch.start")
+ROLE_MODULES = (
+    *("torch", "transformers", "transformers.models.auto.modeling_auto"),
+    *("tba.search.role", "tba.launch.start"),
+)
 """What trainer and searchers need, imported once by the process that they are forked from."""
 KILL_SECONDS = 10.0
 """Time for a process to end that was killed."""
+IMPORT_SECONDS = 300
+"""Time for a new server to import what roles need and to fork the first one."""
+START_SECONDS = 15
+"""Time for a server to fork a role later on, which takes milliseconds."""
+LOOK_SECONDS = 0.05
+"""Longest time between two looks at a role whose end is waited for."""
 
 
 class RoleDied(RuntimeError):
@@ -181,6 +197,15 @@ def last_lines(path: Path | None, count: int = 20) -> str:
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (empty)"
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
+    user's json.py or types.py stands for Python's own."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; "
+    code += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code, module, *arguments]
+
+
 def popen(
     module: str, link: int, fds: Sequence[int], log: BinaryIO | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
@@ -221,3 +246,171 @@ def server_environment() -> dict[str, str]:
     """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
     when they were loaded, so it has all of them: a role is told how many of them are its own. NumPy's products have one."""
     return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
+
+
+# The fork server, as its caller sees it
+
+
+class ForkedProcess:
+    """A role, with the methods of subprocess.Popen that are needed of it."""
+
+    def __init__(self, pid: int, told: Connection) -> None:
+        """`told` brings the exit status, and ends with the server."""
+        self.pid = pid
+        self._told = told
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self._look(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, seconds: float) -> int | None:
+        """Exit status, None while it runs; waits for it no longer than the time."""
+        with self._lock:
+            if self._status is None and self._told.poll(seconds):
+                try:
+                    self._status = self._told.recv()
+                except EOFError:  # its server is gone, and the role with it
+                    self._status = -signal.SIGKILL
+            elif self._status is None:
+                self._status = _status_of_zombie(self.pid)  # where its server hangs
+            return self._status
+
+
+class ServerGone(RuntimeError):
+    """The server has ended, or hangs."""
+
+
+class ForkServer:
+    """A server, as its caller sees it. One serves all runs of a process."""
+
+    _shared: ClassVar[ForkServer | None] = None
+    _settings: ClassVar[tuple[Mapping[str, str], tuple[str, ...]]] = ({}, ())
+    """Environment and imports of the next server."""
+    _shared_lock = threading.Lock()
+
+    def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
+        self._requests = Connection(os.dup(connection.fileno()), readable=False)
+        self._process = process
+        self._lock = threading.Lock()
+        self._seconds = IMPORT_SECONDS
+        """Time for an answer."""
+        atexit.register(self.close)
+
+    @classmethod
+    def prepare(cls, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Roles will be started soon: start the server, unless it is there, with this environment. `preload` names modules
+        that its roles will need. The imports run while the caller goes on."""
+        with cls._shared_lock:
+            cls._settings = (environment, tuple(preload))
+        cls._living()
+
+    @classmethod
+    def _living(cls) -> ForkServer:
+        """The server of this process: the one that was made for it before it began, or else a new one."""
+        with cls._shared_lock:
+            if cls._shared is None or not cls._shared.lives:
+                own = os.environ.pop(OWN_SERVER, None)
+                cls._shared = cls._begin(*cls._settings) if own is None else cls._own(*map(int, own.split()))
+            return cls._shared
+
+    @classmethod
+    def _begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+        """A new server, in a process that imports what its roles need."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = psutil.Popen(
+            module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *preload),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=dict(environment),
+            start_new_session=True,
+        )
+        theirs.close()
+        return cls(ours, process)
+
+    @classmethod
+    def _own(cls, descriptor: int, pid: int) -> ForkServer:
+        connection = socket.socket(fileno=descriptor)
+        connection.set_inheritable(False)
+        return cls(connection, psutil.Process(pid))
+
+    @classmethod
+    def start_role(cls, name: str, **request: Any) -> ForkedProcess:
+        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by the
+        numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or
+        hangs is replaced, and its roles end with it."""
+        server = cls._living()
+        try:
+            return server._start(name, **request)
+        except ServerGone as error:
+            server.close()
+            logger.warning("%s Another one takes its place.", error)
+        return cls._living()._start(name, **request)
+
+    def _start(
+        self,
+        name: str,
+        *,
+        link: int,
+        descriptors: Mapping[int, int],
+        environment: Mapping[str, str],
+        starts_roles: bool = False,
+    ) -> ForkedProcess:
+        """Fork a role; returns as soon as it runs."""
+        request = {"name": name, "link": link, "numbers": [link, *descriptors], "starts_roles": starts_roles}
+        request |= {"environment": dict(environment), "folder": os.getcwd()}
+        told, telling = Pipe(duplex=False)
+        how = f"has not answered for {self._seconds} s"
+        try:
+            with self._lock:
+                self._requests.send(request)
+                socket.send_fds(self._socket, [b" "], [telling.fileno(), link, *descriptors.values()])
+            telling.close()  # or the server's end would not be seen here
+            if told.poll(self._seconds):
+                process, self._seconds = ForkedProcess(told.recv(), told), START_SECONDS
+                return process
+        except (EOFError, OSError):
+            how = "has ended; its last lines are on stderr"
+        finally:
+            telling.close()
+        raise ServerGone(f"the process that roles are forked from (process {self._process.pid}) {how}.")
+
+    @property
+    def lives(self) -> bool:
+        try:
+            return self._process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def close(self) -> None:
+        """End the server and, with it, every role that still runs."""
+        self._requests.close()
+        self._socket.close()
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            self._process.kill()
+            self._process.wait(KILL_SECONDS)
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
+    knows."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None

@@ -20,10 +20,9 @@ from tba.config import Config, RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import STOP, EndsHandle
 from tba.runtime.placement import PRIORITY, threads_of
-from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, last_lines, may_fork, stop_all
 
 logger = logging.getLogger("tba")
 
