@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from tba.launch.memory import gpu_bytes, placement_of, published_on_gpu
 from tba.launch.supervise import Host, Interrupt
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
-from tba.observe.display import RoleStatus
 from tba.observe.recorder import Recorder, RunListener
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, Row
@@ -98,23 +97,20 @@ def make_recorder(
     folder: RunFolder,
     inputs: RunInputs,
     counts: ResponseCounts,
-    *,
-    roles: Callable[[], Sequence[RoleStatus]] = list,
+    board: Board,
+    listener: RunListener,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
-    listener: RunListener | None = None,
-    row: Row,
 ) -> Recorder:
-    """`row` are the trainer's numbers that the supervisor sees."""
     return Recorder(
         config,
         folder,
         decode=partial(group_texts, inputs.loaded.tokenizer),
         reward_weights=inputs.task.reward_weights,
         counts=counts,
-        roles=roles,
+        roles=board.statuses,
         more_metrics=more_metrics,
         listener=listener,
-        tell_height=partial(row.__setitem__, "table_lines"),
+        tell_height=partial(board.trainer.__setitem__, "table_lines"),
     )
 
 
@@ -233,16 +229,7 @@ class AsyncRun(Run):
             )
             board = runtime.board
             undo.callback(runtime.stop)
-            recorder = make_recorder(
-                config,
-                folder,
-                inputs,
-                counts,
-                roles=board.statuses,
-                more_metrics=board.metrics,
-                listener=listener,
-                row=runtime.row,
-            )
+            recorder = make_recorder(config, folder, inputs, counts, board, listener, board.metrics)
             undo.callback(recorder.close)
             gate = Gate(
                 config,
@@ -384,9 +371,7 @@ class SyncRun(Run):
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, searcher.rewards, start=start)
         counts = ResponseCounts()
-        recorder = make_recorder(
-            config, folder, inputs, counts, roles=board.statuses, listener=listener, row=board.trainer
-        )
+        recorder = make_recorder(config, folder, inputs, counts, board, listener)
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,
