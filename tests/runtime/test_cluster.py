@@ -271,7 +271,7 @@ class WaitingHost:
 def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(tmp_path):
     """Such as a request for an evaluation, which the trainer sends as soon as it hears of the searcher."""
     waiting = WaitingHost(tmp_path, targets.tells_what_it_was_told)
-    Thread(target=waiting.host.deliver, args=([pickled("an early word")],)).start()
+    Thread(target=waiting.host.deliver, args=(pickled("an early word"),)).start()
     waiting.offer()
     assert waiting.frames_until(bool) == [pickled("an early word")]
 

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,14 +65,15 @@ class Link:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Any,
         *,
         on_close: Callable[[], None] = lambda: None,
         queued: bool = False,
         unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
-        """`queued`: a thread sends, so that sending never waits. One searcher that is suspended holds up nobody. `unread`
-        gets every message as it came, and None at the end, in the place of the inbox."""
+        """`connection` is a Connection, or has its methods to send and receive bytes. `queued`: a thread sends, so that
+        sending never waits; one searcher that is suspended holds up nobody. `unread` gets every message as it came, and
+        None at the end, in the place of the inbox."""
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None = the other end is gone."""
@@ -117,7 +117,11 @@ class Link:
         it here would neither wake the reader nor tell the other end."""
         if self._outbox is not None:
             self._outbox.put(None)
-        hang_up(self._connection)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     def _send(self, body: bytes) -> bool:
         try:
@@ -151,12 +155,6 @@ class Link:
         if isinstance(message, Failed):
             self.failure = self.failure or message
         self._inbox.put(message)
-
-
-def hang_up(connection: Connection) -> None:
-    """Have both ends see that it is over, also one that is being read in another thread; closing does not tell that one."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
 
 
 def pickled(message: Any) -> bytes:

@@ -155,12 +155,11 @@ class RoleHost:
             frames.append(found)
 
     @ray.method(concurrency_group="deliver")
-    def deliver(self, frames: list[bytes]) -> None:
-        """Frames for the role, in order. They wait for its process, which a searcher has when its first weights come."""
+    def deliver(self, frame: bytes) -> None:
+        """A frame for the role. It waits for its process, which a searcher has when its first weights come."""
         self._started.wait()
         assert self._role is not None
-        for each in frames:
-            self._role.link.send_bytes(each)
+        self._role.link.send_bytes(frame)
 
     @ray.method(concurrency_group="files")
     def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,10 +15,9 @@ import math
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from tba.runtime.board import Board
 from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay
-from tba.runtime.links import EndsHandle, Link, hang_up
+from tba.runtime.links import EndsHandle, Link
 from tba.runtime.placement import threads_of
 
 logger = logging.getLogger("tba")
@@ -42,14 +41,20 @@ EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
-DELIVER_BYTES = 32 * 2**20
-"""Bytes from which on no more messages are gathered for one call."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
 
+class ActorLink(Link):
+    """The link of a role in an actor, whose connection is the ClusterRole."""
+
+    def _hang_up(self) -> None:
+        self._connection.kill()
+
+
 class ClusterRole:
-    """A role in an actor, with the methods of a RoleProcess."""
+    """A role in an actor, with the methods of a RoleProcess, and with those of a Connection for its link: the threads of the
+    link make the calls of the actor."""
 
     def __init__(
         self,
@@ -79,10 +84,9 @@ class ClusterRole:
         self._when_ended = ended
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
-        ours, self._far_end = Pipe()
-        self.link = Link(ours, queued=queued)
-        for work in (self._exchange, self._deliver):
-            threading.Thread(target=work, daemon=True, name=f"{name}-{work.__name__.strip('_')}").start()
+        self._frames: deque[bytes] = deque()
+        """What the role has sent and nobody has read yet."""
+        self.link = ActorLink(self, queued=queued)  # last: its threads begin
 
     @property
     def alive(self) -> bool:
@@ -107,30 +111,40 @@ class ClusterRole:
         """An error of this call of the actor is the role's end."""
         self._calls.append(call)
 
-    def _exchange(self) -> None:
-        """Bring frames and signs of life until the role has ended."""
+    def recv_bytes(self) -> bytes:
+        """The next frame that the role sends; an EOFError when it is gone and all that it sent was read."""
+        while not self._frames:
+            if not self.alive:
+                raise EOFError
+            self._exchange()
+        return self._frames.popleft()
+
+    def send_bytes(self, body: bytes) -> None:
         try:
-            while self.alive:
-                found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
-                self.pid = found.pid
-                if self.alive:  # what comes after its end would be taken for its successor's
-                    self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
-                for each in found.frames:
-                    self._far_end.send_bytes(each)
-                if self._copy is not None and found.files is not None and self.alive:
-                    # One that came to its end may have just saved; one that was killed has not, and the next one is due.
-                    self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
-                if found.hung_up and found.status is not None:
-                    self._end(found.status)
-                self._see_calls()
+            ray.get(self._actor.deliver.remote(body))
+        except ray.exceptions.RayError as error:  # seen by the exchange
+            raise BrokenPipeError from error
+
+    def _exchange(self) -> None:
+        """Bring frames and signs of life."""
+        try:
+            found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
+            self.pid = found.pid
+            if self.alive:  # what comes after its end would be taken for its successor's
+                self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
+            self._frames += found.frames
+            if self._copy is not None and found.files is not None and self.alive:
+                # One that came to its end may have just saved; one that was killed has not, and the next one is due.
+                self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
+            if found.hung_up and found.status is not None:
+                self._end(found.status)
+            self._see_calls()
         except ray.exceptions.RayTaskError as error:
             logger.error("%s: a call of its actor failed: %s", self.name, error)
             self._end(FAILED)
         except ray.exceptions.RayError as error:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
-            self._end(KILLED)
-        except OSError:  # the other end has hung up: the role is being replaced
             self._end(KILLED)
 
     def _see_calls(self) -> None:
@@ -140,15 +154,6 @@ class ClusterRole:
             self._calls.remove(call)
             ray.get(call)
 
-    def _deliver(self) -> None:
-        """Take frames to the role, one call after the other, each with all that has gathered."""
-        with suppress(EOFError, OSError, ray.exceptions.RayError):  # seen by the exchange
-            while True:
-                frames = [self._far_end.recv_bytes()]
-                while self._far_end.poll() and sum(map(len, frames)) < DELIVER_BYTES:
-                    frames.append(self._far_end.recv_bytes())
-                ray.get(self._actor.deliver.remote(frames))
-
     def _end(self, status: int) -> None:
         """The role is gone, and its actor with it; whoever started it sees the end of its link."""
         with self._end_lock:
@@ -157,7 +162,6 @@ class ClusterRole:
             self.status = status
             self._ended.set()
         ray.kill(self._actor)
-        hang_up(self._far_end)
         self._when_ended()
 
 
