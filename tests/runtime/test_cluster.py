@@ -253,7 +253,7 @@ class WaitingHost:
         """The first weights arrive."""
         from tba.runtime.cluster.weights import Offer
 
-        offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
+        offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=np.zeros(64))
         self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
 
     def frames_until(self, enough) -> list[bytes]:

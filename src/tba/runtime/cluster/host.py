@@ -107,8 +107,8 @@ class RoleHost:
 
     @ray.method(concurrency_group="weights")
     def take_weights(self, offer: Offer, data: list[Any]) -> None:
-        """A version for the searcher; `data` is empty where it is here already."""
-        found = ray.get(data[0]) if data else None
+        """A version for the searcher."""
+        found = ray.get(data[0])
         self._has_mirror.wait()  # `start` was called before this, but in another thread
         assert self._mirror is not None
         self._mirror.take(offer, found)
