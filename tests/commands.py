@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tba.runtime.links import Link
-from tba.runtime.processes import RoleProcess, may_fork, prepare_roles
+from tba.runtime.processes import RoleProcess, prepare_roles
 from tba.runtime.role_process import OWN_SERVER
 
 STANDARD = {"stdout": 1, "stderr": 2}
@@ -59,7 +59,7 @@ class Command:
             },
             log=None,
             fds=[writing for _, writing in pipes.values()],
-            forked=may_fork(),
+            forked=True,
             starts_roles=True,
         )
         self._texts: dict[str, str] = {}

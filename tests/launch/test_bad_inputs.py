@@ -452,7 +452,7 @@ COMMANDS = {
         {"s.yaml": STUDY.format("accuracy")},
         "file.txt is a file, not a folder",
     ),
-    "a status that is a list": (["status", "r"], {"r/status.json": "[]"}, "r/status.json is damaged (ValidationError"),
+    "a status that is a list": (["status", "r"], {"r/status.json": "[]"}, "r/status.json is damaged (TypeError"),
     "a status that was never": (["status", "r"], {"r/status.json": STATUS % ("1e999", "")}, "r/status.json is damaged"),
     "a status of texts": (
         ["status", "r"],
@@ -479,7 +479,7 @@ COMMANDS = {
     "a status that lacks a key": (
         ["stop", "r"],
         {"r/status.json": "{}"},
-        "host Field required",
+        "r/status.json is damaged (KeyError: 'host')",
     ),
     "a model without a config, examined": (["doctor", "runs"], {}, "cannot be read: the folder has no config.json. "),
     "a model with heads of zero, examined": (

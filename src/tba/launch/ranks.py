@@ -29,7 +29,7 @@ from tba.launch.torchrun import Torchrun
 from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
 from tba.runtime.links import Link
-from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, stop_all
 from tba.runtime.role_process import INTERRUPTED
 from tba.runtime.placement import threads_of
 from tba.train.make import make_train_step
@@ -83,7 +83,7 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
                 {"file": file, "rank": rank, "size": size, "device": _device(config, rank), "wait_seconds": seconds},
                 log=logs / f"trainer-rank-{rank}.log",
                 threads=threads_of(config).trainer,
-                forked=may_fork(),
+                forked=True,
             )
             for rank in range(1, size)
         ]

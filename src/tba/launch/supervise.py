@@ -31,7 +31,7 @@ from tba.observe.run_folder import MANIFEST, Holder, RunFolder
 from tba.runtime.board import Board, MemoryHandle
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.placement import start_mps, threads_of, workers_of
-from tba.runtime.processes import KILL_SECONDS, Role, RoleProcess, may_fork, prepare_roles
+from tba.runtime.processes import KILL_SECONDS, Role, RoleProcess, prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 
 logger = logging.getLogger("tba")
@@ -115,7 +115,7 @@ def start_local_trainer(target: str, arguments: Mapping[str, Any]) -> Role:
         arguments,
         log=None,
         threads=max(threads_of(config).trainer, workers_of(config)),
-        forked=may_fork(),
+        forked=True,
         starts_roles=not config.takes_turns or config.train.ranks > 1,
     )
 

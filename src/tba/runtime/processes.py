@@ -59,40 +59,18 @@ class Role(Protocol):
 
     @property
     def link(self) -> Link: ...
-
     @property
-    def log(self) -> Path | None:
-        """None = it writes where this process does."""
-        ...
-
+    def log(self) -> Path | None: ...
     @property
-    def pid(self) -> int:
-        """Its process, on the machine that it runs on."""
-        ...
-
+    def pid(self) -> int: ...
     @property
     def alive(self) -> bool: ...
-
     @property
-    def status(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        ...
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for its end; True when it came within the time."""
-        ...
-
-    def kill(self) -> None:
-        """End it by force, at once."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send its process a signal, unless it has ended."""
-        ...
-
-    def show_stacks(self) -> None:
-        """Have it write to its log what every thread is doing."""
-        ...
+    def status(self) -> int | None: ...
+    def wait(self, timeout_seconds: float) -> bool: ...
+    def kill(self) -> None: ...
+    def signal(self, number: int) -> None: ...
+    def show_stacks(self) -> None: ...
 
 
 class RoleProcess:
@@ -115,7 +93,7 @@ class RoleProcess:
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
-        are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
+        are descriptors that it inherits. `forked` saves a process that needs torch its imports, on Linux; one that
         `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get.
         `queued` and `unread` are the link's."""
         self.name = name
@@ -160,10 +138,12 @@ class RoleProcess:
             logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
 
     def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def show_stacks(self) -> None:
+        """Have it write to its log what every thread is doing."""
         dump_stacks([self.pid])
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -223,15 +203,10 @@ def popen(
     )
 
 
-def may_fork() -> bool:
-    """Whether roles are forks of a process that has imported torch. With a GPU too: that process never touches it, and each
-    role sets it up for itself."""
-    return sys.platform == "linux"
-
-
 def prepare_roles() -> None:
-    """Roles will be started soon: have what they need imported while this process goes on."""
-    if may_fork():
+    """Roles will be started soon: have what they need imported while this process goes on. They are forks of a process that
+    has imported torch, with a GPU too: that process never touches it, and each role sets it up for itself."""
+    if sys.platform == "linux":
         ForkServer.prepare(server_environment(), ROLE_MODULES)
 
 

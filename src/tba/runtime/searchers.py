@@ -22,7 +22,7 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.links import STOP, EndsHandle
 from tba.runtime.placement import PRIORITY, threads_of
-from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, last_lines, may_fork, stop_all
+from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, last_lines, stop_all
 
 logger = logging.getLogger("tba")
 
@@ -75,7 +75,7 @@ def local_starter(config: Config, logs: Path) -> StartSearcher:
             {**arguments, "index": index, "incarnation": incarnation, "ends": ends},
             log=logs / f"searcher-{index}.log",
             threads=threads_of(config, num_searchers=index + 1).searcher,
-            forked=may_fork(),
+            forked=True,
             without=(PRIORITY,),  # that of the trainer, which gives way to searchers
             queued=True,
         )
