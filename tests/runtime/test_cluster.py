@@ -121,8 +121,8 @@ def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(here,
     (there.logs / "searcher-0.log").write_text("words")
     other = host_of(there)
     assert ray.get(other.with_folder.remote(begun_at, OWNER, False)) is None
-    for block in takewhile(lambda block: block[0] != "config.yaml", copy._blocks()):  # cut off before its end
-        ray.get(other.with_folder.remote(write_block, *block))
+    for name in takewhile(lambda name: name != "config.yaml", copy._names()):  # cut off before its end
+        ray.get(other.with_folder.remote(write_block, name, 0, (copy.folder.path / name).read_bytes()))
     assert there.metrics.is_file()
     assert ray.get(other.with_folder.remote(begun_at, OWNER, True)) is None
     assert copy.hand_over(other, None, OWNER, False)
