@@ -6,7 +6,8 @@ import sys
 import targets
 
 from tba.config import Config, RuntimeConfig
-from tba.launch.supervise import Outside, Supervisor
+from tba.launch.operate import StatusWriter
+from tba.launch.supervise import Supervisor
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.processes import RoleProcess
@@ -22,7 +23,7 @@ def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settin
         return started[-1]
 
     config, folder = Config(runtime=RuntimeConfig(**settings)), RunFolder(tmp_path)
-    return Supervisor(config, board, folder, Outside(folder, board), start)
+    return Supervisor(config, board, folder, StatusWriter(folder, board), start)
 
 
 def test_a_trainer_that_does_not_look_for_groups_is_killed_and_another_one_begins(tmp_path, caplog):

@@ -136,7 +136,7 @@ def _load_and_train(
         with (
             stacks_to(folder.logs / "trainer.log"),
             ranks_of(config, folder.logs) as ranks,
-            hosted(config, folder) if host is None else nullcontext(host) as found,
+            hosted(folder) if host is None else nullcontext(host) as found,
         ):
             board = Board(SharedMemory.attach(found.board))
             with runtimes(config, found, board, folder.logs) as make_runtime:

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from tba.config import Config, ConfigError
-from tba.launch.operate import StatusWriter, searchers_asked
-from tba.observe.files import read_summary, tell_failure
+from tba.launch.operate import StatusWriter
+from tba.observe.files import tell_failure
 from tba.observe.run_folder import MANIFEST, Holder, RunFolder
 from tba.runtime.board import Board, MemoryHandle
 from tba.runtime.deadlines import Idleness, dump_stacks
@@ -40,8 +40,6 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to save and end."""
 LOOK_SECONDS = 0.1
 """Longest time between two looks at the trainer."""
-OUTSIDE_SECONDS = 1.0
-"""Time between two looks at what is asked of a run, and between two status.json."""
 MAX_RESTARTS = 3
 """Times in a row that a trainer is resumed which was killed or lost its GPU without a new checkpoint between."""
 MAX_FAILED_STARTS = 5
@@ -66,46 +64,6 @@ class Host:
     """Address of the Ray cluster that its trainer was placed on; None = a trainer on a cluster joins it itself."""
 
 
-class Outside:
-    """What is done once a second for those who look at the run from outside."""
-
-    def __init__(self, folder: RunFolder, board: Board) -> None:
-        self._folder = folder
-        self._config_before = _state_of(folder.config)
-        self._board = board
-        self._status = StatusWriter(folder, board)
-        self._looked, self._replaced = 0.0, 0.0
-        self.exit_status: int | None = None
-        """How the trainer's process has ended; None = it is this process, or has not."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether a trainer has begun the run since this was made: then config.yaml was written anew."""
-        return _state_of(self._folder.config) not in (None, self._config_before)
-
-    def look(self) -> None:
-        """Write the status, and tell the trainer what is asked of it, if that is due."""
-        # At once where a searcher is replaced, which may take seconds: its end must not be seen only then.
-        if self._board.replaced == self._replaced and time.monotonic() < self._looked + OUTSIDE_SECONDS:
-            return
-        self._looked, self._replaced = time.monotonic(), self._board.replaced
-        if self.begun:
-            self._status.write()
-            if (asked := searchers_asked(self._folder.control)) is not None:
-                self._board.supervisor["searchers_wanted"] = asked
-
-    def close(self) -> None:
-        """Say how the run has ended; its process may go on with something else."""
-        if not self.begun:
-            return
-        if self.exit_status and read_summary(self._folder) is None:
-            words = (
-                f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
-            )
-            tell_failure(self._folder, RuntimeError(words))
-        self._status.write(ended=True)
-
-
 def start_local_trainer(target: str, arguments: Mapping[str, Any]) -> Role:
     """Start a trainer as a process of this machine (on a cluster: runtime/cluster/roles.py)."""
     config: Config = arguments["config"]
@@ -128,7 +86,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: Config, board: Board, folder: RunFolder, outside: Outside, start_trainer: Callable[[], Role]
+        self, config: Config, board: Board, folder: RunFolder, status: StatusWriter, start_trainer: Callable[[], Role]
     ) -> None:
         """`folder` is where checkpoints are found: a trainer that has come to a new one may be started again."""
         self.requests = 0
@@ -138,7 +96,7 @@ class Supervisor:
         self._config = config
         self._board = board
         self._folder = folder
-        self._outside = outside
+        self._status = status
         self._start_trainer = start_trainer
         self._idleness = Idleness()
         self._hangs = False
@@ -163,7 +121,7 @@ class Supervisor:
                 self._begin_trainer()
             self._pass_on_requests()
             self._kill_where_it_hangs()
-            self._outside.look()
+            self._status.look()
 
     def close(self) -> None:
         """End the trainer, if it runs, and with it its searchers."""
@@ -275,28 +233,28 @@ def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_r
             start_mps(config)  # before anything touches the GPU
             prepare_roles()
         given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else set()
-        outside = Outside(here, board)
+        status = StatusWriter(here, board)
 
         def trainer_arguments(cluster: str | None) -> dict[str, Any]:
-            begun = replica is None and outside.begun  # otherwise the trainer's node knows
+            begun = replica is None and status.begun  # otherwise the trainer's node knows
             # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
             came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
             return {
                 "config": config,
                 "resume": came_back or resume or begun,
-                "accept_lost_replay": accept_lost_replay and not outside.begun,  # of what was lost before
+                "accept_lost_replay": accept_lost_replay and not status.begun,  # of what was lost before
                 "host": Host(board=board.memory.handle(), owner=owner, cluster=cluster),
             }
 
         with trainers(config, board, replica, owner) as (start, cluster):
-            supervisor = Supervisor(config, board, here, outside, lambda: start(target, trainer_arguments(cluster)))
+            supervisor = Supervisor(config, board, here, status, lambda: start(target, trainer_arguments(cluster)))
             try:
                 with _signals(supervisor), above_the_table(board):
-                    outside.exit_status = supervisor.run()
-                    return outside.exit_status
+                    status.exit_status = supervisor.run()
+                    return status.exit_status
             finally:
                 supervisor.close()
-                outside.close()
+                status.close()
     finally:
         board.memory.close()
         here.release()
@@ -345,19 +303,19 @@ def open_replica(config: Config, *, resume: bool) -> RunFolder | None:
 
 
 @contextmanager
-def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
+def hosted(folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with a thread that looks after its status."""
     board, ended = Board.create(), threading.Event()
-    outside = Outside(folder, board)
+    status = StatusWriter(folder, board)
 
     def run() -> None:
         try:
             while not ended.wait(LOOK_SECONDS):
-                outside.look()
+                status.look()
         except Exception:
             logger.exception("the status of the run is not written any more")
 
-    thread = threading.Thread(target=run, daemon=True, name="outside")
+    thread = threading.Thread(target=run, daemon=True, name="status")
     thread.start()
     try:
         yield Host(board=board.memory.handle(), owner=Holder.of_this_process())
@@ -367,7 +325,7 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     finally:
         ended.set()
         thread.join()
-        outside.close()
+        status.close()
         board.memory.close()
 
 
@@ -386,15 +344,6 @@ def trainers(
         from tba.runtime.cluster.roles import ClusterTrainers
 
         yield ClusterTrainers(config, board, replica, owner).start, address
-
-
-def _state_of(path: Path) -> tuple[int, int] | None:
-    """Which file this is, and when it was written; None = there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:

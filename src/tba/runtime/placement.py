@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,8 +74,14 @@ class RolePlacement:
 
     @property
     def slots_device(self) -> str:
-        """Where weight slots lie."""
-        return slots_device(self.trainer, self.later, sees_one=self.sees_one)
+        """Where weight slots lie: on the GPU that all roles use, where CUDA IPC lets every process read them; otherwise, and
+        where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
+
+        They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in
+        fp32 on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
+        """
+        devices = {*self.trainer, *self.later}
+        return devices.pop() if len(devices) == 1 and not self.sees_one else "cpu"
 
     def num_searchers_on(self, device: str) -> int:
         """Number of searchers that use this device, as far as is known."""
@@ -86,17 +92,6 @@ class RolePlacement:
         """GPUs that several roles use."""
         counts = Counter((*dict.fromkeys(self.trainer), *self.searchers))
         return sorted(device for device, count in counts.items() if device != "cpu" and count > 1)
-
-
-def slots_device(trainer: Sequence[str], searchers: Collection[str], *, sees_one: bool = False) -> str:
-    """Where weight slots lie: on the GPU that all roles use, where CUDA IPC lets every process read them; otherwise, and
-    where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
-
-    They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in fp32
-    on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
-    """
-    devices = {*trainer, *searchers}
-    return devices.pop() if len(devices) == 1 and not sees_one else "cpu"
 
 
 def must_hide(config: Config) -> bool:
