@@ -186,6 +186,8 @@ the others."""
 TRAINERS_OF_SEARCHER = ("pid", "place")
 """Those of SEARCHER_FIELDS that the trainer writes; they come last."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
+WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
+"""Numbers of each part of the board, in the order in which they lie in memory."""
 
 Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
@@ -210,16 +212,14 @@ class Board:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.values = memory.array(np.float64)
-        widths = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
-        parts = np.split(self.values, np.cumsum(widths)[:-1])
+        parts = np.split(self.values, np.cumsum(WIDTHS)[:-1])
         self.supervisor = Row(parts[0], SUPERVISOR_FIELDS)
         self.trainer = Row(parts[1], TRAINER_FIELDS)
         self._searchers = [Row(part, SEARCHER_FIELDS) for part in parts[2:]]
 
     @classmethod
     def create(cls) -> Board:
-        count = len(SUPERVISOR_FIELDS) + len(TRAINER_FIELDS) + MAX_SEARCHERS * len(SEARCHER_FIELDS)
-        return cls(SharedMemory.create(8 * count))
+        return cls(SharedMemory.create(8 * sum(WIDTHS)))
 
     def searcher(self, index: int) -> Row:
         return self._searchers[index]
@@ -227,10 +227,9 @@ class Board:
     @staticmethod
     def own_part(searcher: int | None) -> slice:
         """Where the numbers that a searcher writes lie, or the trainer and all its searchers (None)."""
-        start = len(SUPERVISOR_FIELDS)
         if searcher is None:
-            return slice(start, start + len(TRAINER_FIELDS) + MAX_SEARCHERS * len(SEARCHER_FIELDS))
-        start += len(TRAINER_FIELDS) + searcher * len(SEARCHER_FIELDS)
+            return slice(WIDTHS[0], sum(WIDTHS))
+        start = sum(WIDTHS[: 2 + searcher])
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
     def take_others(self, values: np.ndarray, own: slice) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import pickletools
 import queue
 import socket
 import threading
@@ -151,7 +150,7 @@ class Link:
         try:
             message = pickle.loads(body)
         except Exception as error:  # reported as the sender's failure: a message that is lost in silence is waited for
-            message = Failed(error=f"a message that cannot be read ({name_in(body)}): {error!r:.500}")
+            message = Failed(error=f"a message that cannot be read: {error!r:.500}")
         if isinstance(message, Failed):
             self.failure = self.failure or message
         self._inbox.put(message)
@@ -164,16 +163,3 @@ def pickled(message: Any) -> bytes:
         raise TypeError(
             f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
         ) from error
-
-
-def name_in(payload: bytes) -> str:
-    """The class that a pickled message names first, for an error; the message is not made."""
-    words: list[str] = []
-    for operation, argument, _ in pickletools.genops(payload):
-        if operation.name == "STACK_GLOBAL" and len(words) >= 2:
-            return ".".join(words[-2:])
-        if operation.name == "GLOBAL":
-            return str(argument).replace(" ", ".")
-        if isinstance(argument, str):
-            words.append(argument)
-    return "no class"
