@@ -18,7 +18,7 @@ def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settin
 
     def start() -> RoleProcess:
         target = targets_of_trainers[len(started)]
-        arguments = {"board": board.memory.handle()} if target is targets.beats_no_more else {}
+        arguments = {"board": board.memory.handle} if target is targets.beats_no_more else {}
         started.append(RoleProcess("trainer", target, arguments, log=tmp_path / "trainer.log", forked=True))
         return started[-1]
 

@@ -238,7 +238,7 @@ class WaitingHost:
         from tba.runtime.cluster.host import RoleHost
 
         self.slots = WeightSlots.create({"w": torch.zeros(4)}, torch.float32)
-        ends = EndsHandle(board=Board.create().memory.handle(), weights=self.slots.handle(), references=None)
+        ends = EndsHandle(board=Board.create().memory.handle, weights=self.slots.handle(), references=None)
         self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
         arguments = {"index": 0, "incarnation": "a"}
         recipe = cloudpickle.dumps((target, {}))

@@ -45,7 +45,7 @@ def board():
 def ends_on(board):
     """Makes a searcher's ends on a link."""
     slots = WeightSlots.create({"w": torch.zeros(1)}, torch.float32)
-    handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
+    handle = EndsHandle(board=board.memory.handle, weights=slots.handle(), references=None)
     board.trainer["made"] = 1  # or every wait would be patient with its first step
     return lambda link, **config: SearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
 

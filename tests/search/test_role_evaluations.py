@@ -49,7 +49,7 @@ def both_ends(slots):
     """The trainer's link, and a searcher's ends."""
     connections, board = Pipe(), Board.create()
     trainer, searcher = (Link(connection) for connection in connections)
-    handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
+    handle = EndsHandle(board=board.memory.handle, weights=slots.handle(), references=None)
     yield trainer, SearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
     for connection in connections:
         connection.close()

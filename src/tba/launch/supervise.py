@@ -28,7 +28,7 @@ from tba.config import Config, ConfigError
 from tba.launch.operate import StatusWriter
 from tba.observe.files import tell_failure
 from tba.observe.run_folder import MANIFEST, Holder, RunFolder
-from tba.runtime.board import Board, MemoryHandle
+from tba.runtime.board import Board
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.placement import start_mps, threads_of, workers_of
 from tba.runtime.processes import KILL_SECONDS, Role, RoleProcess, prepare_roles
@@ -55,9 +55,10 @@ StartTrainer = Callable[[str, Mapping[str, Any]], Role]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a trainer runs. Host(board=MemoryHandle(...), owner=Holder(...), cluster=None)"""
+    """Where a trainer runs. Host(board="/proc/4711/fd/9", owner=Holder(...), cluster=None)"""
 
-    board: MemoryHandle
+    board: str
+    """Handle of its memory."""
     owner: Holder
     """The process that is there for as long as the run, and has its folder."""
     cluster: str | None = None
@@ -243,7 +244,7 @@ def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_r
                 "config": config,
                 "resume": came_back or resume or begun,
                 "accept_lost_replay": accept_lost_replay and not status.begun,  # of what was lost before
-                "host": Host(board=board.memory.handle(), owner=owner, cluster=cluster),
+                "host": Host(board=board.memory.handle, owner=owner, cluster=cluster),
             }
 
         with trainers(config, board, replica, owner) as (start, cluster):
@@ -318,7 +319,7 @@ def hosted(folder: RunFolder) -> Iterator[Host]:
     thread = threading.Thread(target=run, daemon=True, name="status")
     thread.start()
     try:
-        yield Host(board=board.memory.handle(), owner=Holder.of_this_process())
+        yield Host(board=board.memory.handle, owner=Holder.of_this_process())
     except Exception as error:
         tell_failure(folder, error)  # before the status says how the run has ended
         raise

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,17 +27,6 @@ RAM = Path("/dev/shm")
 """Where Linux has files in memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryHandle:
-    """How another process finds shared memory while the one that made it lives.
-
-    MemoryHandle(path="/proc/4711/fd/9", num_bytes=4096)
-    """
-
-    path: str
-    num_bytes: int
-
-
 class SharedMemory:
     """Bytes that several processes see alike. They have no name in the file system where there is /proc, so nothing is left
     of them when all are gone, however they ended."""
@@ -48,8 +36,8 @@ class SharedMemory:
         self.fd = fd
         self.num_bytes = num_bytes
         self._path = path
-        self._handle: MemoryHandle | None = None
-        """Where it is another process's."""
+        self.handle = path or f"/proc/{os.getpid()}/fd/{fd}"
+        """How other processes find it while the one that made it lives."""
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
@@ -99,18 +87,13 @@ class SharedMemory:
         return cls(fd, num_bytes, path=path)
 
     @classmethod
-    def attach(cls, handle: MemoryHandle) -> SharedMemory:
+    def attach(cls, handle: str) -> SharedMemory:
         """The memory that another process has made."""
-        memory = cls(os.open(handle.path, os.O_RDWR), handle.num_bytes)
+        fd = os.open(handle, os.O_RDWR)
+        memory = cls(fd, os.fstat(fd).st_size)
+        memory.handle = handle
         memory.close()  # the mapping has a descriptor of its own, which goes with the last view of it
-        memory._handle = handle
         return memory
-
-    def handle(self) -> MemoryHandle:
-        """How others find it, by the process that made it."""
-        if self._handle is not None:
-            return self._handle
-        return MemoryHandle(path=self._path or f"/proc/{os.getpid()}/fd/{self.fd}", num_bytes=self.num_bytes)
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
         """A view of part of the memory."""

@@ -97,7 +97,7 @@ class LocalRuntime:
         """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
         `stored` is the highest number of each source whose groups are on disk."""
         ends = EndsHandle(
-            board=self.board.memory.handle(),
+            board=self.board.memory.handle,
             weights=self._slots.handle(),
             references=None if self._references is None else self._references.handle(),
         )

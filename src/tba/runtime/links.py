@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.runtime.board import MemoryHandle
     from tba.runtime.slot_memory import SlotsHandle
 
 STOP = ("stop", None)
@@ -43,10 +42,11 @@ class Failed:
 class EndsHandle:
     """What a searcher's process needs to find its ends.
 
-    EndsHandle(board=MemoryHandle(...), weights=SlotsHandle(...), references=None)
+    EndsHandle(board="/proc/4711/fd/9", weights=SlotsHandle(...), references=None)
     """
 
-    board: MemoryHandle
+    board: str
+    """Handle of its memory."""
     weights: SlotsHandle
     references: SlotsHandle | None
     """Where new references are published; None = they never are."""

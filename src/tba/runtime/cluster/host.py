@@ -91,7 +91,7 @@ class RoleHost:
         log_path = None if log is None else Path(log)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        board = self._board.memory.handle()
+        board = self._board.memory.handle
         if ends is None:
             own = {"host": replace(arguments["host"], board=board)}
         else:

@@ -138,7 +138,7 @@ class WeightMirror:
     def ends(self, ends: EndsHandle) -> EndsHandle:
         """The same ends as the searcher finds them on this node; `ends.board` is this node's already."""
         handles = {
-            kind: SlotsHandle(memory=slots.memory.handle(), layout=self._layouts[kind])
+            kind: SlotsHandle(memory=slots.memory.handle, layout=self._layouts[kind])
             for kind, slots in self._slots.items()
         }
         return replace(ends, weights=handles["weights"], references=handles.get("references"))
