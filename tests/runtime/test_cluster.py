@@ -277,7 +277,7 @@ def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(t
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
-    from tba.runtime.cluster.connect import cluster
+    from tba.runtime.cluster import cluster
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -121,7 +121,7 @@ def runtimes(config: Config, host: Host, board: Board, logs: Path) -> Iterator[M
     if config.runtime.kind == "local" or config.takes_turns:
         yield partial(LocalRuntime, config.runtime, board, local_starter(config, logs))
         return
-    from tba.runtime.cluster.connect import cluster
+    from tba.runtime.cluster import cluster
 
     with cluster(config.runtime, address=host.cluster):
         from tba.runtime.cluster.copies import RemoteReplica

@@ -339,7 +339,7 @@ def trainers(
     if config.runtime.kind == "local" or config.takes_turns:
         yield start_local_trainer, None
         return
-    from tba.runtime.cluster.connect import cluster
+    from tba.runtime.cluster import cluster
 
     with cluster(config.runtime) as address:
         from tba.runtime.cluster.roles import ClusterTrainers

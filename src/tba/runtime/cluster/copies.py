@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.config import Config
 from tba.observe.run_folder import MANIFEST, Claim, Holder, RunFolder, holder_of
-from tba.runtime.cluster.connect import NAMESPACE
+from tba.runtime.cluster import NAMESPACE
 from tba.runtime.links import pickled
 from tba.runtime.replica import GROUPS, Replica
 
