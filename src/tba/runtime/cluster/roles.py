@@ -263,9 +263,6 @@ class ClusterSearchers:
         self._logs = logs
         self._relay: WeightRelay | None = None
         """None before the first searcher is started."""
-        self._actors: dict[str, Any] = {}
-        """Actors of the searchers there are, by their incarnations."""
-        self._lock = threading.Lock()
 
     def start(
         self, target: Callable[..., None], arguments: Mapping[str, Any], ends: EndsHandle, index: int, incarnation: str
@@ -281,19 +278,10 @@ class ClusterSearchers:
         )
         if self._relay is None:
             self._relay = WeightRelay(ends)
-        self._set_actor(incarnation, actor)
-        ended = partial(self._set_actor, incarnation, None)
+        self._relay.add(incarnation, actor.take_weights.remote)
+        ended = partial(self._relay.remove, incarnation)
         return ClusterRole(name, actor, self._board, searcher=index, log=log, queued=True, started=started, ended=ended)
 
     def close(self) -> None:
         if self._relay is not None:
             self._relay.close()
-
-    def _set_actor(self, incarnation: str, actor: Any) -> None:
-        """There is a new searcher, or one less: None."""
-        assert self._relay is not None
-        with self._lock:
-            self._actors.pop(incarnation, None)
-            if actor is not None:
-                self._actors[incarnation] = actor
-            self._relay.set_receivers({name: found.take_weights.remote for name, found in self._actors.items()})

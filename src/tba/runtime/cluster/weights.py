@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -62,11 +62,15 @@ class WeightRelay:
         self._thread = threading.Thread(target=self._run, daemon=True, name="weight-relay")
         self._thread.start()
 
-    def set_receivers(self, receivers: Mapping[str, Give]) -> None:
-        """From now on these get what is published, new ones at once."""
+    def add(self, name: str, give: Give) -> None:
+        """A searcher gets what is published from now on, and the newest version at once."""
         with self._lock:
-            self._receivers = dict(receivers)
-            self._given = {key: given for key, given in self._given.items() if key[0] in receivers}
+            self._receivers[name] = give
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._receivers.pop(name, None)
+            self._given = {key: given for key, given in self._given.items() if key[0] != name}
 
     def close(self) -> None:
         self._ended.set()
