@@ -217,8 +217,8 @@ def starts_a_role(link) -> None:
     """Tells its own number, that of its role and that of the process that it was forked from, and waits."""
     import psutil
 
-    from tba.runtime.role_process import OWN_SERVER
     from tba.runtime.processes import RoleProcess
+    from tba.runtime.role_process import OWN_SERVER
 
     had = OWN_SERVER in os.environ
     role = RoleProcess("below", surroundings_of_a_role, {}, log=None, forked=True)

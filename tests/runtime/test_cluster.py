@@ -23,9 +23,9 @@ from tba.config import Config, ConfigError, load_config
 from tba.models.weights import make_weights
 from tba.observe.run_folder import MANIFEST, FolderInUse, Holder, RunFolder
 from tba.runtime.board import Board
+from tba.runtime.ends import LocalRuntime
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import EndsHandle, pickled
-from tba.runtime.ends import LocalRuntime
 from tba.runtime.slot_memory import Header, data_bytes
 from tba.runtime.weight_slots import WeightSlots
 

@@ -9,8 +9,8 @@ import torch
 
 from tba.config import Config, RuntimeConfig
 from tba.runtime.board import Board
-from tba.runtime.leases import VisitLedger
 from tba.runtime.ends import LocalRuntime
+from tba.runtime.leases import VisitLedger
 from tba.runtime.placement import BELOW_NORMAL, PRIORITY
 from tba.runtime.processes import RoleDied
 from tba.runtime.searchers import MAX_EARLY_ENDS, local_starter

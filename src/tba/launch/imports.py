@@ -65,9 +65,7 @@ def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
             score_rewards=lambda groups: [
                 _components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))
             ],
-            score_reference=lambda prompts, responses: reference.score(
-                prompts, responses, config.generate.temperature
-            ),
+            score_reference=lambda prompts, responses: reference.score(prompts, responses, config.generate.temperature),
         )
         try:
             return [group for path in config.replay.imports for group in importer.groups(Path(path))]

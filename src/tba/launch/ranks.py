@@ -29,9 +29,9 @@ from tba.launch.torchrun import Torchrun
 from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
 from tba.runtime.links import Link
+from tba.runtime.placement import threads_of
 from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, stop_all
 from tba.runtime.role_process import INTERRUPTED
-from tba.runtime.placement import threads_of
 from tba.train.make import make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
 from tba.train.sharded import ShardedTrainStep
@@ -171,7 +171,9 @@ def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainSte
 # --- torchrun --------------------------------------------------------------------------------------------------------
 
 
-def _meeting(config: Config, started: Torchrun, store: dist.Store, number: int) -> AbstractContextManager[ConnectedRanks]:
+def _meeting(
+    config: Config, started: Torchrun, store: dist.Store, number: int
+) -> AbstractContextManager[ConnectedRanks]:
     """The ranks of the trainer that has begun as the one with this number."""
     return connected(
         dist.PrefixStore(f"tba/{number}", store),

@@ -26,8 +26,8 @@ from tba.observe.recorder import Recorder, RunListener
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
-from tba.runtime.leases import VisitLedger, VisitSource
 from tba.runtime.ends import LocalRuntime
+from tba.runtime.leases import VisitLedger, VisitSource
 from tba.runtime.processes import RoleDied
 from tba.runtime.searchers import local_starter
 from tba.search.loop import Searcher, group_texts

@@ -47,7 +47,9 @@ class Replica:
         self._capacity = capacity
         with self._reported("opened"):
             self._refuse_others()
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))  # pickles: nobody else may write them
+            os.close(
+                os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            )  # pickles: nobody else may write them
             self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
             # What is committed survives every process. It is lost with the machine, but the first copy is on another one.

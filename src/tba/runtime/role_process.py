@@ -22,12 +22,9 @@ finds it there too.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import importlib
-import json
-import logging
 import os
 import select
 import signal
@@ -39,11 +36,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import cloudpickle
-
-from tba.runtime.deadlines import write_stacks_when_asked
-from tba.runtime.links import Failed, Link, RunCannotGoOn
-
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -53,7 +45,49 @@ OWN_SERVER = "TBA_OWN_FORK_SERVER"
 as in `5 4711`."""
 
 
+def die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
+
+def show_as(name: str) -> None:
+    """Have `ps` and `top` show this process under a name, 15 letters of it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def run_role(link_descriptor: int) -> int:
+    """Run the target that the parent sends; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this process may have blocked some, as Ray does
+    write_stacks_when_asked()  # to the log, which is stderr
+    connection = Connection(link_descriptor)
+    first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
+    show_as(first["name"])
+    link = Link(connection, on_close=_parent_is_gone)
+    try:
+        sys.path[:] = first["search_path"]
+        target, arguments = cloudpickle.loads(payload)
+        if isinstance(target, bytes):
+            target, more = cloudpickle.loads(target)
+            arguments = {**more, **arguments}
+        if isinstance(target, str):
+            module, _, name = target.partition(":")
+            target = getattr(importlib.import_module(module), name)
+        gc.freeze()  # or the first collections of a process that was not forked would walk through all of torch
+        gc.enable()
+        return target(link, **arguments) or 0
+    except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
+        traceback.print_exc()
+        final = isinstance(error, RunCannotGoOn)
+        link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
+        return 1
+
+
+def _parent_is_gone() -> None:
+    """Nobody is left to work for: end at once, whatever the main thread is doing."""
+    os._exit(3)
 
 
 # The fork server

@@ -118,9 +118,7 @@ class SearcherPool:
     unblocked by: nobody
     """
 
-    def __init__(
-        self, config: RuntimeConfig, board: Board, *, may_start: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, config: RuntimeConfig, board: Board, *, may_start: Callable[[], bool] = lambda: True) -> None:
         """`may_start` is False while nobody is to be replaced, because the run is about to end."""
         self.failure: str | None = None
         """Why there are no searchers any more, where starting others is of no use."""
