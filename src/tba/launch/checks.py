@@ -225,8 +225,8 @@ def collapsed_words(target: str) -> str | None:
 
 
 def before_collapse(folder: RunFolder, newest: Path) -> tuple[Path, int] | None:
-    """The checkpoint from before the collapse that has ended a run, and the step since which it collapsed. None = the run has
-    not collapsed, or this checkpoint is not from after the collapse either."""
+    """The checkpoint from before the collapse that has ended a run, and the step since which it collapsed. None = the run
+    has not collapsed, or this checkpoint is not from after the collapse either."""
     summary = read_summary(folder) or {}
     collapse = summary.get("collapse") or {}
     kept = folder.path / (collapse.get("checkpoint") or "")

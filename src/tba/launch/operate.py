@@ -31,8 +31,8 @@ LATE_SECONDS = 30.0
 
 
 class StatusWriter:
-    """What is done once a second for those who look at the run from outside: writes what its roles do to its status.json, and
-    tells the trainer what is asked of it."""
+    """What is done once a second for those who look at the run from outside: writes what its roles do to its status.json,
+    and tells the trainer what is asked of it."""
 
     def __init__(self, folder: RunFolder, board: Board) -> None:
         self._folder = folder

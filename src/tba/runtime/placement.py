@@ -1,5 +1,5 @@
-"""Where the roles of a run are on this machine, and what follows from it: where weight slots lie, which GPU is shared, through
-which MPS daemon, and how many threads each process computes with.
+"""Where the roles of a run are on this machine, and what follows from it: where weight slots lie, which GPU is shared, and
+how many threads each process computes with.
 
 Nothing here imports torch, so that the supervisor can ask too.
 """
@@ -116,8 +116,8 @@ def see_only(device: str) -> str:
 # two each on four cores make 1.0 to 1.8 times as many steps as with one, and .76 to .94 times as many beside one other busy
 # process.
 #
-# A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py). Workers
-# do not wait for each other. So there is one for each core, also where searchers compute on these cores with one thread each.
+# A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py). They do
+# not wait for each other. So there is one for each core, also where searchers compute on these cores with one thread each.
 
 PINNED = "OMP_NUM_THREADS"
 """Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A

@@ -22,9 +22,12 @@ finds it there too.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib
+import json
+import logging
 import os
 import select
 import signal
@@ -35,6 +38,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+
+import cloudpickle
+
+from tba.runtime.deadlines import write_stacks_when_asked
+from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
