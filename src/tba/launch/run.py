@@ -166,7 +166,7 @@ class Run:
                 is_last = trainer.done or listener.stop
                 if listener.save or (is_last and not trainer.done):
                     trainer.save()
-                if is_last:  # its evaluation comes at the end
+                if is_last:  # its evaluation comes at the end, where an error of it does not cost the summary
                     break
                 if self.recorder.evaluation_due(trainer.step_index) or listener.evaluate:
                     self.evaluate()
@@ -260,6 +260,7 @@ class AsyncRun(Run):
             run = cls(config, trainer, runtime.row, interrupt, listener, runtime, len(evaluated) > 0)
             trainer.resume(checkpoint)
             runtime.row["step"] = trainer.step_index
+            # Before searchers start: each begins with the weights that it finds.
             runtime.publish(learner.train_step.weights(trainer.step_index))
             stored = None if trainer.durable is None else trainer.durable.marks
             runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)

@@ -286,6 +286,7 @@ class SearcherEnds:
             ),
             progress=self.trainer_progress,
         )
+        # Kept until the trainer has stored it: WINDOW counts these.
         self._unacknowledged[group.id] = group
         self._link.send(group)
 

@@ -260,7 +260,8 @@ class ForkedProcess:
                 except EOFError:  # its server is gone, and the role with it
                     self._status = -signal.SIGKILL
             elif self._status is None:
-                self._status = _status_of_zombie(self.pid)  # where its server hangs
+                # A server that hangs tells nothing, and does not ask about its children either.
+                self._status = _status_of_zombie(self.pid)
             return self._status
 
 
@@ -333,6 +334,7 @@ class ForkServer:
         try:
             return server._start(name, **request)
         except ServerGone as error:
+            # One that hangs is killed: a role that nobody hears of must not be forked when it wakes up.
             server.close()
             logger.warning("%s Another one takes its place.", error)
         return cls._living()._start(name, **request)

@@ -99,6 +99,7 @@ class RoleHost:
             self._mirror = WeightMirror(ends)
             own = {"ends": self._mirror.ends(ends)}
             self._has_mirror.set()
+            # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
             self._has_weights.wait()
         self._role = RoleProcess(
             self._name, target, {**arguments, **own}, log=log_path, threads=threads, unread=self._frames.put

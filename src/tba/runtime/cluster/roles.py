@@ -86,7 +86,8 @@ class ClusterRole:
         self._end_lock = threading.Lock()
         self._frames: deque[bytes] = deque()
         """What the role has sent and nobody has read yet."""
-        self.link = ActorLink(self, queued=queued)  # last: its threads begin
+        # Last: its reader begins to make calls of the actor at once.
+        self.link = ActorLink(self, queued=queued)
 
     @property
     def alive(self) -> bool:
