@@ -170,8 +170,9 @@ class Run:
                     break
                 if self.recorder.evaluation_due(trainer.step_index) or listener.evaluate:
                     self.evaluate()
-                    if listener.save:  # asked for by what the evaluation has shown
-                        trainer.save()
+                self.take_evaluations()
+                if listener.save:  # asked for by what an evaluation has shown
+                    trainer.save()
             self.end()
 
     def step(self) -> None:
@@ -180,6 +181,9 @@ class Run:
     def evaluate(self) -> None:
         """Evaluate the policy as it is, or ask for that."""
         raise NotImplementedError
+
+    def take_evaluations(self) -> None:
+        """Take in the evaluations that have come of those that were asked for."""
 
     def end(self) -> None:
         """After the last step, or where the run was asked to end."""
@@ -269,7 +273,6 @@ class AsyncRun(Run):
 
     def step(self) -> None:
         self.trainer.step()
-        self.take_evaluations()
 
     def evaluate(self) -> None:
         """Ask a searcher for an evaluation, which comes later."""
