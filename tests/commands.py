@@ -2,7 +2,7 @@
 
 A command is a fork of the process that this process forks roles from, and becomes by exec what it is: the real `python -m
 tba train ...`. What is spared are the imports of the process that its own roles are forked from: that is its child as ever,
-but was forked as well (runtime/fork_server.py, OWN_SERVER). Without this, each command takes seven seconds of a core first.
+but was forked as well (runtime/role_process.py, OWN_SERVER). Without this, each command takes seven seconds of a core first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tba.runtime.fork_server import OWN_SERVER
 from tba.runtime.links import Link
-from tba.runtime.processes import RoleProcess, may_fork, prepare_roles
+from tba.runtime.processes import RoleProcess, prepare_roles
+from tba.runtime.role_process import OWN_SERVER
 
 STANDARD = {"stdout": 1, "stderr": 2}
 
@@ -59,7 +59,7 @@ class Command:
             },
             log=None,
             fds=[writing for _, writing in pipes.values()],
-            forked=may_fork(),
+            forked=True,
             starts_roles=True,
         )
         self._texts: dict[str, str] = {}

@@ -24,7 +24,7 @@ from gpu_bench.workloads import BYTES_PER_SECOND, SHAPES, Row
 from tba.config import load_config
 from tba.policy.model import PolicyModel
 from tba.runtime.links import Link
-from tba.runtime.mps import PIPES, start_mps
+from tba.runtime.placement import PIPES, start_mps
 from tba.runtime.processes import RoleProcess, last_lines
 from tba.runtime.slot_memory import SlotsHandle
 from tba.runtime.weight_slots import WeightSlots

@@ -15,7 +15,7 @@ from gpu_bench.train import make_step, ragged_batch, step_seconds, useful_tokens
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row
 from tba.config import load_config
 from tba.models.load import compile_layers
-from tba.runtime.mps import give_way_to_searchers, start_mps
+from tba.runtime.placement import give_way_to_searchers, start_mps
 from tba.types import Request, Sampling
 
 WARM_SECONDS = 180.0

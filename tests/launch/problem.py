@@ -127,7 +127,7 @@ def children() -> list[psutil.Process]:
 
 def _is_of_a_run(process: psutil.Process) -> bool:
     try:
-        is_server = "tba.runtime.fork_server" in process.cmdline() and not process.name().startswith("searcher-")
+        is_server = "serve" in process.cmdline() and not process.name().startswith("searcher-")
         watches = [line for p in (process, process.parent()) if p is not None for line in p.cmdline()]
         compiles = any("_inductor/compile_worker" in line for line in process.cmdline())
         serves = is_server or compiles or "tba-mps-watch" in watches

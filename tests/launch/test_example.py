@@ -10,8 +10,7 @@ from resolved import resolved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
-from tba.launch.run import load_inputs
-from tba.launch.sync_run import SyncRun
+from tba.launch.run import SyncRun, load_inputs
 from tba.models.names import resolve_path
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba.config import ReplayConfig, load_config
-from tba.launch.imports import import_groups, import_responses
+from tba.launch.imports import Importer, import_groups
 from tba.launch.run import load_inputs
 from tba.replay import ReplayBuffer
 from tba.types import Prompt
@@ -51,17 +51,17 @@ def importer(tmp_path):
         path = tmp_path / "responses.jsonl"
         lines = [json.dumps(row) if isinstance(row, (dict, list)) else row for row in rows]
         path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
-        return import_responses(
-            path,
+        importer = Importer(
             prompts=PROMPTS,
             tokenizer=LetterTokenizer(),
             eos_id=EOS,
             stop_ids={EOS},
             context=20,
-            reward_names=("r",),
+            reward_names={"r"},
             score_rewards=score_rewards,
             score_reference=score_reference,
         )
+        return importer.groups(path)
 
     run.scored = scored
     return run
@@ -166,19 +166,10 @@ def test_many_bad_lines_are_counted_and_the_first_five_shown(importer):
 def test_an_empty_or_missing_file_is_an_error(importer, tmp_path):
     with pytest.raises(ValueError, match="holds no responses"):
         importer("")
-    (tmp_path / "responses.jsonl").unlink()
-    with pytest.raises(ValueError, match="does not exist"):
-        import_responses(
-            tmp_path / "responses.jsonl",
-            prompts=PROMPTS,
-            tokenizer=LetterTokenizer(),
-            eos_id=EOS,
-            stop_ids={EOS},
-            context=20,
-            reward_names=("r",),
-            score_rewards=lambda groups: [],
-            score_reference=lambda prompts, ids: [],
-        )
+    missing = tmp_path / "missing.jsonl"
+    config = load_config(None, [f"replay.imports=[{missing}]", "task.num_train_prompts=3"])
+    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
+        import_groups(config, load_inputs(config))
 
 
 def import_arithmetic(tmp_path, *rows, change=lambda loaded: None):

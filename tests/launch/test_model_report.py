@@ -9,7 +9,7 @@ import transformers
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.launch.model_report import examine_model
+from tba.launch.doctor import examine_model
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 

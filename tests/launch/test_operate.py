@@ -10,7 +10,7 @@ from test_failures import ENDLESS, steps_done, when
 
 from tba.cli import app
 from tba.launch import train
-from tba.launch.operate import Control, StatusWriter, ask_for_searchers, describe, read_status, start_of
+from tba.launch.operate import StatusWriter, ask_for_searchers, describe, read_status, searchers_asked, start_of
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 
@@ -158,4 +158,4 @@ def test_a_folder_without_a_status_is_named(tmp_path):
 def test_nonsense_in_the_control_file_asks_for_nothing(text, tmp_path):
     path = tmp_path / "control.json"
     path.write_text(text)
-    assert Control(path).searchers() is None
+    assert searchers_asked(path) is None

@@ -8,8 +8,7 @@ import pytest
 from problem import make_config, wait_for
 
 from tba.launch import train
-from tba.launch.async_run import AsyncRun
-from tba.launch.sync_run import SyncRun
+from tba.launch.run import AsyncRun, SyncRun
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
 from tba.train.optimizer import MasterAdamW
@@ -111,7 +110,7 @@ def test_a_run_that_cannot_be_made_leaves_no_shared_memory_and_says_why(folder, 
         raise OSError("no more of these")
 
     config, before = make_config(folder, f"name=unmade-{part}"), shared_memory()
-    monkeypatch.setattr(f"tba.launch.async_run.{part}", refuses)
+    monkeypatch.setattr(f"tba.launch.run.{part}", refuses)
     with pytest.raises(OSError, match="no more of these"):
         train(config)
     # The thread that reads what the fork server says may hold the last view for a moment, on a busy machine.

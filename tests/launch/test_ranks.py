@@ -15,7 +15,7 @@ from tba.launch.start import train
 from tba.launch.torchrun import Torchrun, with_torchrun
 from tba.observe.files import read_summary
 from tba.observe.run_folder import RunFolder
-from tba.runtime.fork_server import OWN_SERVER
+from tba.runtime.role_process import OWN_SERVER
 
 pytestmark = pytest.mark.slow
 

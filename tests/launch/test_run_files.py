@@ -79,7 +79,7 @@ def test_status_and_summary_end_with_the_outcome(folder):
 
 def test_a_run_that_fails_before_it_trains_has_status_and_summary_too(folder, monkeypatch):
     config = make_config(folder, "name=early", "mode=sync")
-    monkeypatch.setattr("tba.launch.sync_run.SyncRun.make", lambda *_: 1 / 0)
+    monkeypatch.setattr("tba.launch.run.SyncRun.make", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(config)
     status, summary = read(RunFolder(config.run_folder).status), read(RunFolder(config.run_folder).summary)

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch import train
-from tba.launch.run import load_inputs
-from tba.launch.sync_run import SyncRun
+from tba.launch.run import SyncRun, load_inputs
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 

@@ -15,12 +15,10 @@ from test_failures import when
 
 from tba.launch import train
 from tba.launch.operate import describe, read_status, stop_run
-from tba.launch.supervise import supervise
+from tba.launch.supervise import MAX_RESTARTS, supervise
 from tba.observe.run_folder import RunFolder
-from tba.runtime import fork_server, processes
-from tba.runtime.fork_server import ForkServer
-from tba.runtime.processes import prepare_roles
-from tba.runtime.supervisor import MAX_RESTARTS
+from tba.runtime import processes
+from tba.runtime.processes import ForkServer, prepare_roles
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from chaos_bench.accounting import account, read_notes, read_rows
@@ -125,11 +123,10 @@ def test_a_run_whose_fork_server_hangs_tells_that_a_searcher_is_gone_and_ends_wh
     it cannot replace a searcher at once."""
     config = make_config(folder, "name=hangs", "train.max_steps=1000000")
     run, found = RunFolder(config.run_folder), {}
-    monkeypatch.setattr(fork_server, "START_SECONDS", 1)
+    monkeypatch.setattr(processes, "START_SECONDS", 1)
     prepare_roles()
     monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
-    monkeypatch.setattr(fork_server, "PRELOADED", ())  # the run ends before another searcher has imported torch
-    monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
+    monkeypatch.setattr(processes, "ROLE_MODULES", ())  # the run ends before another searcher has imported torch
 
     def attack() -> None:
         found["servers"] = [psutil.Process(role(run, name)["pid"]).parent() for name in ("trainer", "searcher-0")]

@@ -99,11 +99,9 @@ def surroundings(link, *, descriptor: int) -> None:
 
 def takes_visits_and_dies(link, *, index: int, **_) -> None:
     """Searcher 1 asks for four visits and is gone; searcher 0 only listens."""
-    from tba.runtime.links import AskVisits
-
     if index == 0:
         time.sleep(600)
-    link.send(AskVisits(count=4))
+    link.send(("ask", 4))
     link.receive(timeout_seconds=60.0)
 
 
@@ -111,11 +109,10 @@ def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
     """Asks for two visits, sends the group of the first, and fails."""
     import numpy as np
 
-    from tba.runtime.links import AskVisits
     from tba.types import Prompt, TrajectoryGroup
 
-    link.send(AskVisits(count=2))
-    visits = link.receive(timeout_seconds=60.0).visits
+    link.send(("ask", 2))
+    _, visits = link.receive(timeout_seconds=60.0)
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
     group_id = f"searcher-0.{incarnation}/0"
     group = TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(), visit=visits[0].number)
@@ -190,10 +187,8 @@ def looks_into_the_replica(link, *, index: int, incarnation: str, path: str, **_
     """Sends group 0 and, when it is told that it is stored, a group whose number is 10 more than there are rows."""
     import sqlite3
 
-    from tba.runtime.links import Acknowledge
-
     link.send(numbered_group(index, incarnation, 0))
-    while not isinstance(link.receive(timeout_seconds=30.0), Acknowledge):
+    while link.receive(timeout_seconds=30.0)[0] != "stored":
         pass
     with sqlite3.connect(path) as database:
         (count,) = database.execute("SELECT COUNT(*) FROM groups").fetchone()
@@ -208,9 +203,9 @@ def tells_what_it_was_told(link, **_) -> None:
 
 
 def waits(link, **_) -> None:
-    from tba.runtime.links import Stop
+    from tba.runtime.links import STOP
 
-    while not link.closed and not isinstance(link.receive(timeout_seconds=0.1), Stop):
+    while not link.closed and link.receive(timeout_seconds=0.1) != STOP:
         pass
 
 
@@ -222,8 +217,8 @@ def starts_a_role(link) -> None:
     """Tells its own number, that of its role and that of the process that it was forked from, and waits."""
     import psutil
 
-    from tba.runtime.fork_server import OWN_SERVER
     from tba.runtime.processes import RoleProcess
+    from tba.runtime.role_process import OWN_SERVER
 
     had = OWN_SERVER in os.environ
     role = RoleProcess("below", surroundings_of_a_role, {}, log=None, forked=True)

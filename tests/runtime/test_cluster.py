@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import takewhile
+from threading import Thread
 
 import cloudpickle
 import numpy as np
@@ -22,9 +23,9 @@ from tba.config import Config, ConfigError, load_config
 from tba.models.weights import make_weights
 from tba.observe.run_folder import MANIFEST, FolderInUse, Holder, RunFolder
 from tba.runtime.board import Board
+from tba.runtime.ends import LocalRuntime
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import EndsHandle, pickled
-from tba.runtime.local import LocalRuntime
 from tba.runtime.slot_memory import Header, data_bytes
 from tba.runtime.weight_slots import WeightSlots
 
@@ -97,6 +98,8 @@ def follow(copy, actor, folder: RunFolder) -> None:
 
 @pytest.mark.usefixtures("nodes")
 def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(here, copy, tmp_path, monkeypatch):
+    from tba.runtime.cluster.copies import begun_at, write_block
+
     monkeypatch.setattr("tba.runtime.cluster.copies.BLOCK_BYTES", 3)  # of this process: what is handed over, in parts
     actor = host_of(here)
     follow(copy, actor, here)
@@ -117,13 +120,14 @@ def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(here,
     there.logs.mkdir(parents=True)
     (there.logs / "searcher-0.log").write_text("words")
     other = host_of(there)
-    assert ray.get(other.begun_at.remote(OWNER, False)) is None
-    for block in takewhile(lambda block: block[0] != "config.yaml", copy._blocks()):  # cut off before its end
-        ray.get(other.write_block.remote(*block))
+    assert ray.get(other.with_folder.remote(begun_at, OWNER, False)) is None
+    for name in takewhile(lambda name: name != "config.yaml", copy._names()):  # cut off before its end
+        if (copy.folder.path / name).is_file():
+            ray.get(other.with_folder.remote(write_block, name, 0, (copy.folder.path / name).read_bytes()))
     assert there.metrics.is_file()
-    assert ray.get(other.begun_at.remote(OWNER, True)) is None
+    assert ray.get(other.with_folder.remote(begun_at, OWNER, True)) is None
     assert copy.hand_over(other, None, OWNER, False)
-    assert ray.get(other.begun_at.remote(OWNER, True)) == 10
+    assert ray.get(other.with_folder.remote(begun_at, OWNER, True)) == 10
     assert (there.checkpoints / "best-step-9" / "weights").read_bytes() == b"0123456789"
     assert there.metrics.read_text() == '{"step": 1}\n'
     assert (there.logs / "searcher-0.log").read_text() == "words"
@@ -147,12 +151,12 @@ def test_a_run_folder_of_another_run_is_put_aside_and_that_of_a_living_one_is_re
     from tba.runtime.cluster.copies import begun_at, make_room
 
     stranger = replace(OWNER, time=0.0)
-    assert begun_at(here, OWNER, resume=False) == -1
-    assert begun_at(here, stranger, resume=False) is None
+    assert begun_at(here, OWNER, False) == -1
+    assert begun_at(here, stranger, False) is None
     with pytest.raises(FolderInUse):
-        make_room(here, stranger, resume=False)
+        make_room(here, stranger, False)
     here.release()
-    make_room(here, stranger, resume=False)
+    make_room(here, stranger, False)
     (aside,) = here.path.parent.iterdir()
     assert aside.name.startswith("run.before-")
     assert (aside / "config.yaml").is_file()
@@ -235,17 +239,22 @@ class WaitingHost:
         from tba.runtime.cluster.host import RoleHost
 
         self.slots = WeightSlots.create({"w": torch.zeros(4)}, torch.float32)
-        ends = EndsHandle(board=Board.create().memory.handle(), weights=self.slots.handle(), references=None)
+        ends = EndsHandle(board=Board.create().memory.handle, weights=self.slots.handle(), references=None)
         self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
         arguments = {"index": 0, "incarnation": "a"}
         recipe = cloudpickle.dumps((target, {}))
-        self.host.start(recipe, arguments, ends=ends, log=str(logs / "searcher.log"), threads=1)
+
+        def start() -> None:
+            self.host.start(recipe, arguments, ends=ends, log=str(logs / "searcher.log"), threads=1)
+            time.sleep(DEADLINE_SECONDS)  # a process ends with the thread that has started it
+
+        Thread(target=start, daemon=True).start()
 
     def offer(self) -> None:
         """The first weights arrive."""
         from tba.runtime.cluster.weights import Offer
 
-        offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
+        offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=np.zeros(64))
         self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
 
     def frames_until(self, enough) -> list[bytes]:
@@ -263,13 +272,13 @@ class WaitingHost:
 def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(tmp_path):
     """Such as a request for an evaluation, which the trainer sends as soon as it hears of the searcher."""
     waiting = WaitingHost(tmp_path, targets.tells_what_it_was_told)
-    waiting.host.deliver([pickled("an early word")])
+    Thread(target=waiting.host.deliver, args=(pickled("an early word"),)).start()
     waiting.offer()
     assert waiting.frames_until(bool) == [pickled("an early word")]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
-    from tba.runtime.cluster.connect import cluster
+    from tba.runtime.cluster import cluster
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

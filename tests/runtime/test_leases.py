@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba.runtime.leases import Visit, VisitLedger, VisitStock
+from tba.runtime.leases import Visit, VisitLedger, VisitSource
 
 
 def ledger(num_prompts: int = 5, **settings) -> VisitLedger:
@@ -100,7 +100,7 @@ def test_the_order_depends_on_the_seed_alone():
 
 def test_a_searcher_asks_for_visits_before_it_runs_out_of_them():
     asked = []
-    stock = VisitStock(asked.append, size=4)
+    stock = VisitSource(asked.append, size=4)
     assert stock.peek() is None
     assert asked == [4]
     assert stock.peek() is None
@@ -116,7 +116,7 @@ def test_a_searcher_asks_for_visits_before_it_runs_out_of_them():
 
 
 def test_visits_that_others_left_behind_come_first():
-    stock = VisitStock(lambda count: None, size=2)
+    stock = VisitSource(lambda count: None, size=2)
     stock.peek()
     stock.add([Visit(number=8, prompt=0, epoch=0), Visit(number=9, prompt=0, epoch=0)])
     stock.add([Visit(number=3, prompt=1, epoch=0)])

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tba.config import load_config
-from tba.runtime.mps import PIPES, PRIORITY, give_way_to_searchers, start_mps, why_no_mps
+from tba.runtime.placement import PIPES, PRIORITY, give_way_to_searchers, start_mps, why_no_mps
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_a_reason_is_given_where_there_is_no_daemon(overrides, reason):
 
 
 def test_roles_that_have_a_gpu_each_need_no_daemon(monkeypatch):
-    monkeypatch.setattr("tba.runtime.mps.sees_gpu", lambda: True)
+    monkeypatch.setattr("tba.runtime.placement.sees_gpu", lambda: True)
     apart = ("model.device=cuda:0", "search.devices=cuda:1")
     assert why_no_mps(load_config(None, [*apart])) == "every role has a GPU of its own"
     assert why_no_mps(load_config(None, [*apart, "search.num_searchers=2"])) != "every role has a GPU of its own"
@@ -29,7 +29,7 @@ def test_roles_that_have_a_gpu_each_need_no_daemon(monkeypatch):
 
 def test_a_daemon_of_the_users_own_is_left_alone(monkeypatch):
     monkeypatch.setenv(PIPES, "/somewhere")
-    monkeypatch.setattr("tba.runtime.mps.sees_gpu", lambda: True)
+    monkeypatch.setattr("tba.runtime.placement.sees_gpu", lambda: True)
     assert "that daemon is used" in why_no_mps(load_config(None, []))
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tba.config import load_config
-from tba.runtime.placement import VISIBLE, RolePlacement, must_hide, see_only, slots_device
+from tba.runtime.placement import VISIBLE, RolePlacement, must_hide, see_only
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,8 @@ from tba.runtime.placement import VISIBLE, RolePlacement, must_hide, see_only, s
     ],
 )
 def test_weight_slots_lie_on_the_gpu_that_all_roles_use_or_in_host_memory(trainer, searchers, lie_on):
-    assert slots_device(trainer, searchers) == lie_on
+    found = RolePlacement(trainer=tuple(trainer), searchers=tuple(searchers), later=frozenset(searchers))
+    assert found.slots_device == lie_on
 
 
 def placement(*overrides: str, auto: str = "cuda:0") -> RolePlacement:

@@ -72,7 +72,7 @@ def test_a_message_that_cannot_be_read_is_told_as_a_failure_and_does_not_deafen_
     process.kill()
     assert (one, two) == ("one", "two")
     assert isinstance(unreadable, Failed)
-    assert 'a message that cannot be read (builtins.int): ValueError("invalid literal' in unreadable.error
+    assert 'a message that cannot be read: ValueError("invalid literal' in unreadable.error
 
 
 def test_a_message_that_cannot_be_sent_ends_its_sender_with_its_name(start, tmp_path):

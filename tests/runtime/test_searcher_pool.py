@@ -9,11 +9,11 @@ import torch
 
 from tba.config import Config, RuntimeConfig
 from tba.runtime.board import Board
+from tba.runtime.ends import LocalRuntime
 from tba.runtime.leases import VisitLedger
-from tba.runtime.local import LocalRuntime
-from tba.runtime.mps import BELOW_NORMAL, PRIORITY
+from tba.runtime.placement import BELOW_NORMAL, PRIORITY
 from tba.runtime.processes import RoleDied
-from tba.runtime.searchers import MAX_EARLY_ENDS, Recipe, local_starter
+from tba.runtime.searchers import MAX_EARLY_ENDS, local_starter
 from tba.types import TrajectoryGroup
 
 DEADLINE_SECONDS = 60.0
@@ -153,7 +153,6 @@ def test_the_number_of_searchers_follows_what_is_asked_for_from_outside(run):
 
 def test_a_searcher_does_not_give_way_on_a_gpu_as_its_trainer_does(tmp_path, monkeypatch):
     monkeypatch.setenv(PRIORITY, BELOW_NORMAL)
-    recipe = Recipe(target=targets.tells_a_variable, arguments={"name": PRIORITY}, ends=None)
-    process = local_starter(Config(), tmp_path)(recipe, 0, "a")
+    process = local_starter(Config(), tmp_path)(targets.tells_a_variable, {"name": PRIORITY}, None, 0, "a")
     assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == ("not set",)
     assert process.wait(DEADLINE_SECONDS)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tba.config import load_config
-from tba.runtime import threads
-from tba.runtime.threads import RoleThreads, threads_alone, threads_of, usable_cores, workers_of
+from tba.runtime import placement
+from tba.runtime.placement import RoleThreads, threads_alone, threads_of, usable_cores, workers_of
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def machine(monkeypatch, tmp_path):
     """A machine of so many cores, without a GPU, where nobody has pinned anything; returns where its files are."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(threads, "SYSTEM", tmp_path)
+    monkeypatch.setattr(placement, "SYSTEM", tmp_path)
 
     def of(cores: int, *, allowed: set[int] | None = None) -> Path:
         """Hardware threads 0 to cores - 1 and cores to 2 cores - 1 are the first and second of each core."""

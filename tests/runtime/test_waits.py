@@ -14,8 +14,8 @@ from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.deadlines import Idleness, Waiting
 from tba.runtime.ends import SearcherEnds
-from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
-from tba.runtime.links import Acknowledge, EndsHandle
+from tba.runtime.leases import Visit, VisitLedger, VisitSource
+from tba.runtime.links import EndsHandle
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
@@ -45,7 +45,7 @@ def board():
 def ends_on(board):
     """Makes a searcher's ends on a link."""
     slots = WeightSlots.create({"w": torch.zeros(1)}, torch.float32)
-    handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
+    handle = EndsHandle(board=board.memory.handle, weights=slots.handle(), references=None)
     board.trainer["made"] = 1  # or every wait would be patient with its first step
     return lambda link, **config: SearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
 
@@ -102,7 +102,7 @@ def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group(ends_on, mon
 
     def arriving():
         looks.append(len(link.sent))
-        return [Acknowledge(group_ids=("g0",))] if len(looks) == 3 else []
+        return [("stored", ("g0",))] if len(looks) == 3 else []
 
     link = Recording(arriving)
     ends = ends_on(link)
@@ -167,7 +167,7 @@ def test_a_wait_in_which_nothing_moves_is_told_once_long_before_its_deadline(mon
 
 
 def prompts() -> PromptStream:
-    return PromptStream(PROMPTS, LedgerVisits(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=2)
+    return PromptStream(PROMPTS, VisitSource.of(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=2)
 
 
 def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedVisits:
@@ -282,7 +282,7 @@ def test_where_trainer_and_searcher_wait_for_long_the_limit_is_the_largest_lag(m
 
 
 def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():
-    stock = VisitStock(lambda count: None, size=4)
+    stock = VisitSource(lambda count: None, size=4)
     stock.add([Visit(number=number, prompt=0, epoch=number) for number in (1, 3, 5)])  # for the steps 0, 1, 2
     stream = visits(lambda: 0, max_lag=1, prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2))
     assert next(stream) is not None
@@ -291,7 +291,7 @@ def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():
 
 
 def test_without_a_visit_at_hand_nothing_starts_until_one_comes():
-    stock = VisitStock(lambda count: None, size=4)
+    stock = VisitSource(lambda count: None, size=4)
     stream = visits(
         lambda: 0,
         max_lag=None,

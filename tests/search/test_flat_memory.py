@@ -8,7 +8,7 @@ from recipes.arithmetic import make_tokenizer
 from tba.config import GenerateConfig, TaskConfig
 from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
-from tba.runtime.leases import LedgerVisits, VisitLedger
+from tba.runtime.leases import VisitLedger, VisitSource
 from tba.search.loop import GroupScorer, Searcher
 from tba.search.prompts import PromptStream
 from tba.tasks.arithmetic.problems import ArithmeticTask
@@ -28,7 +28,7 @@ def test_a_searcher_keeps_nothing_of_the_groups_that_it_has_sent():
     model = tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=128)
     searcher = Searcher(
         engine=make_engine(model, [2], GenerateConfig(slots=8), seed=0, max_length=128),
-        prompts=PromptStream(task.prompts("train"), LedgerVisits(ledger), samples_per_prompt=4),
+        prompts=PromptStream(task.prompts("train"), VisitSource.of(ledger), samples_per_prompt=4),
         rewards=DirectRewards(task),
         scorer=GroupScorer(reference=make_scorer(model, max_length=128), temperature=1.0),
         sender=groups,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tba.config import ExploreConfig
-from tba.runtime.leases import LedgerVisits, VisitLedger
+from tba.runtime.leases import VisitLedger, VisitSource
 from tba.search.prompts import PromptStream, explore
 from tba.types import Prompt, Request, Sampling
 
@@ -11,7 +11,7 @@ PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) fo
 
 
 def stream() -> PromptStream:
-    return PromptStream(PROMPTS, LedgerVisits(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=4)
+    return PromptStream(PROMPTS, VisitSource.of(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=4)
 
 
 def ids(requests) -> list[str]:

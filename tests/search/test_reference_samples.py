@@ -9,7 +9,7 @@ from tba.config import GenerateConfig
 from tba.generate.make import make_engine, make_scorer
 from tba.models.weights import make_weights
 from tba.runtime.channels import LocalGroups
-from tba.runtime.leases import LedgerVisits, VisitLedger
+from tba.runtime.leases import VisitLedger, VisitSource
 from tba.search.loop import GroupScorer, Searcher
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.tasks.rewards.pool import DirectRewards
@@ -35,7 +35,7 @@ def make_searcher(model, reference) -> tuple[Searcher, LocalGroups]:
     groups = LocalGroups()
     searcher = Searcher(
         engine=engine(model),
-        prompts=PromptStream([PROMPT], LedgerVisits(VisitLedger(1, seed=0)), samples_per_prompt=8),
+        prompts=PromptStream([PROMPT], VisitSource.of(VisitLedger(1, seed=0)), samples_per_prompt=8),
         rewards=DirectRewards(ConstantTask()),
         scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0),
         sender=groups,

@@ -13,7 +13,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
 from tba.runtime.ends import SearcherEnds
-from tba.runtime.links import EndsHandle, Evaluate, Evaluated, Link
+from tba.runtime.links import EndsHandle, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.loop import SearchCounts
 from tba.search.role import SearcherRole, WeightLoader
@@ -48,7 +48,7 @@ def both_ends(slots):
     """The trainer's link, and a searcher's ends."""
     connections, board = Pipe(), Board.create()
     trainer, searcher = (Link(connection) for connection in connections)
-    handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
+    handle = EndsHandle(board=board.memory.handle, weights=slots.handle(), references=None)
     yield trainer, SearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
     for connection in connections:
         connection.close()
@@ -70,7 +70,7 @@ def make_role(ends, engine):
 def ask(trainer, ends, *versions):
     """Ask for evaluations, and wait until that has arrived."""
     for version in versions:
-        trainer.send(Evaluate(version=version))
+        trainer.send(("evaluate", version))
     deadline = time.monotonic() + 30.0
     while len(ends._asked) < len(versions) and time.monotonic() < deadline:
         ends.handle_messages()
@@ -84,11 +84,11 @@ def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since(m
     ask(trainer, ends, 0, 5, 10)
     role.evaluate_if_asked()
     role.evaluate_if_asked()
-    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+    assert trainer.receive(30.0) == ("evaluated", (0, {"version": 0.0}))
     engine.load(make_weights(model, version=12))
     role.evaluate_if_asked()
     role.evaluate_if_asked()
-    assert trainer.receive(30.0) == Evaluated(version=12, metrics={"version": 12.0})
+    assert trainer.receive(30.0) == ("evaluated", (12, {"version": 12.0}))
     assert ends._asked == []
 
 
@@ -114,7 +114,7 @@ def test_a_steps_groups_come_before_the_evaluation_of_the_start(role, both_ends)
     assert ends._asked == [0]
     role.searcher.counts.sent = 4
     role.tick()
-    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+    assert trainer.receive(30.0) == ("evaluated", (0, {"version": 0.0}))
 
 
 def test_the_start_is_evaluated_before_newer_weights_are_loaded(role, both_ends, slots, model, engine):
@@ -123,7 +123,7 @@ def test_the_start_is_evaluated_before_newer_weights_are_loaded(role, both_ends,
     role.start()
     publish(slots, model, version=1)
     role.tick()
-    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+    assert trainer.receive(30.0) == ("evaluated", (0, {"version": 0.0}))
     assert engine.version == 1
 
 
@@ -133,4 +133,4 @@ def test_a_searcher_that_must_wait_evaluates_meanwhile(role, both_ends):
     role.start()
     role.searcher.prompts.peek = lambda: "a visit that may not start yet"
     role.idle_tick()
-    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+    assert trainer.receive(30.0) == ("evaluated", (0, {"version": 0.0}))

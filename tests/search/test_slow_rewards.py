@@ -8,7 +8,7 @@ from builders import tiny_llama, tiny_tokenizer
 from tba.config import Config, GenerateConfig
 from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
-from tba.runtime.leases import LedgerVisits, VisitLedger
+from tba.runtime.leases import VisitLedger, VisitSource
 from tba.search.loop import GroupScorer, SearchCounts, Searcher
 from tba.search.prompts import PromptStream
 from tba.search.role import max_unscored
@@ -38,7 +38,7 @@ def test_a_synchronous_step_has_a_visit_rewarded_while_the_next_is_written():
     model = tiny_llama(seed=0)
     searcher = Searcher(
         engine=make_engine(model, [2], GenerateConfig(slots=4), seed=0, max_length=32),
-        prompts=PromptStream(PROMPTS, LedgerVisits(VisitLedger(2, seed=0)), samples_per_prompt=4),
+        prompts=PromptStream(PROMPTS, VisitSource.of(VisitLedger(2, seed=0)), samples_per_prompt=4),
         rewards=DirectRewards(task),
         scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, counts=counts),
         sender=groups,

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tba.config import RewardConfig
-from tba.runtime.processes import RoleProcess, may_fork
+from tba.runtime.processes import RoleProcess
 from tba.tasks.base import FinishedGroup
 from tba.tasks.outcomes import RewardFailed
 from tba.tasks.rewards.pool import RewardUnusable, WorkerRewards, score_all
@@ -209,9 +209,7 @@ def hold_rewards(link, folder):
 
 
 def test_nothing_that_a_reward_started_outlives_a_killed_searcher(rewards, tmp_path):
-    searcher = RoleProcess(
-        "searcher", hold_rewards, {"folder": tmp_path}, log=tmp_path / "searcher.log", forked=may_fork()
-    )
+    searcher = RoleProcess("searcher", hold_rewards, {"folder": tmp_path}, log=tmp_path / "searcher.log", forked=True)
     assert searcher.link.receive(timeout_seconds=60) == "scored", (tmp_path / "searcher.log").read_text()
     started = [int((tmp_path / f"{name}.pid").read_text()) for name in ("plain", "session")]
     started += [child.pid for child in psutil.Process(searcher.pid).children(recursive=True)]

@@ -244,13 +244,8 @@ def doctor(
     """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
     if model is not None:
         check_there(f"{model!r} is no model", model)  # before torch is imported
-    if model is None:
-        from tba.launch.doctor import examine
+    from tba.launch.doctor import examine, examine_model
 
-        findings = examine()
-    else:
-        from tba.launch.model_report import examine_model
-
-        findings = examine_model(model)
+    findings = examine() if model is None else examine_model(model)
     for what, finding in findings:
         typer.echo(f"{what:>14}  {finding}")

@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
@@ -52,11 +51,16 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
         _refuse_replacing_inputs(config)
 
 
+def _inputs(config: Config) -> dict[str, str]:
+    """Paths that a run starts from, by the setting."""
+    paths = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
 def _check_not_moved(config: Config) -> None:
     """Refuse to resume a run whose inputs are not where they were: their paths are settings, which may not change."""
-    inputs = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
-    for key, path in inputs.items():
-        if path is not None and Path(path).is_absolute() and not Path(path).exists():
+    for key, path in _inputs(config).items():
+        if Path(path).is_absolute() and not Path(path).exists():
             raise ValueError(
                 f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link there."
             )
@@ -99,11 +103,9 @@ def check_room(config: Config, *, num_prompts: int) -> None:
 
 def _refuse_replacing_inputs(config: Config) -> None:
     """Refuse to replace, or to move aside, a run whose folder holds what the new run starts from."""
-    inputs = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
-    named = [*inputs.items(), *(("replay.imports", str(imported)) for imported in config.replay.imports)]
-    for key, path in named:
-        place = None if path is None else Path(path).expanduser().resolve()
-        if place is not None and config.run_folder.resolve() in (place, *place.parents):
+    for key, path in [*_inputs(config).items(), *(("replay.imports", str(path)) for path in config.replay.imports)]:
+        place = Path(path).expanduser().resolve()
+        if config.run_folder.resolve() in (place, *place.parents):
             raise ValueError(
                 f"{key}={path} is part of the run in {config.run_folder}, which a new run there replaces: choose another "
                 "name (name=...), or copy it elsewhere first."
@@ -118,19 +120,20 @@ def check_inputs(config: Config) -> None:
     named_rewards(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)
-    for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):
-        own = config.task.name == "custom"
-        if path is not None and Path(path).expanduser().is_file():
-            refuse_other_formats(Path(path).expanduser())
-        if path is None or Path(path).expanduser().is_file():
+    own = config.task.name == "custom"
+    for key, path in _inputs(config).items():
+        place = Path(path).expanduser()
+        if key == "model.path":
             continue
-        if not Path(path).expanduser().exists() and (own or is_file_name(path)):
+        if place.is_file():
+            refuse_other_formats(place)
+        elif not place.exists() and (own or is_file_name(path)):
             hub = f" {HUB_COMMAND.replace('NAME', path)}" if may_be_hub_name(path) else ""
             raise ValueError(
                 f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
             )
-        if own:
-            what = "a folder" if Path(path).expanduser().is_dir() else "a pipe or device, and it is read more than once"
+        elif own:
+            what = "a folder" if place.is_dir() else "a pipe or device, and it is read more than once"
             raise ValueError(f"{key}: {path} is {what}: give a JSONL file with a `prompt` column.")
 
 
@@ -202,30 +205,24 @@ def collapsed_words(target: str) -> str | None:
     if folder is None or folder.path != Path(target) or not folder.checkpoints_by_step():
         return None
     newest = folder.newest_checkpoint()
-    kept = before_collapse(folder, newest)
-    if kept is None:
+    if (found := before_collapse(folder, newest)) is None:
         return None
+    kept, since = found
     return (
-        f"{target} collapsed, since about step {kept.since}: its newest checkpoint is evaluated, of step "
-        f"{_step_of(newest)}. The one from before the collapse is {kept.path}."
+        f"{target} collapsed, since about step {since}: its newest checkpoint is evaluated, of step {_step_of(newest)}. The "
+        f"one from before the collapse is {kept}."
     )
 
 
-class BeforeCollapse(NamedTuple):
-    """The checkpoint from before the collapse that has ended a run."""
-
-    path: Path
-    since: int
-
-
-def before_collapse(folder: RunFolder, newest: Path) -> BeforeCollapse | None:
-    """None = the run has not collapsed, or this checkpoint is not from after the collapse either."""
+def before_collapse(folder: RunFolder, newest: Path) -> tuple[Path, int] | None:
+    """The checkpoint from before the collapse that has ended a run, and the step since which it collapsed. None = the run
+    has not collapsed, or this checkpoint is not from after the collapse either."""
     summary = read_summary(folder) or {}
     collapse = summary.get("collapse") or {}
     kept = folder.path / (collapse.get("checkpoint") or "")
     if summary.get("outcome") != "collapsed" or kept == folder.path or not kept.is_dir():
         return None
-    return BeforeCollapse(path=kept, since=collapse["since"]) if _step_of(kept) < _step_of(newest) else None
+    return (kept, collapse["since"]) if _step_of(kept) < _step_of(newest) else None
 
 
 def _step_of(checkpoint: Path) -> int:

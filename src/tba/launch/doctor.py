@@ -1,17 +1,39 @@
-"""`tba doctor`: what this machine has, which optional packages are missing, and what each of them is for."""
+"""`tba doctor`: what this machine has, which optional packages are missing, and what each of them is for.
+
+`tba doctor MODEL`: how a model would run here, by its config alone, before any weights are fetched or loaded. Whether the
+native engine knows it is read from the tensors that its config makes, on PyTorch's device without memory. No config says
+whether its sequences can be packed, and prompts padded: that is tried on a tiny random model with its config.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tba.config import Config
-from tba.runtime.mps import why_no_mps
-from tba.runtime.threads import PINNED, threads_of, usable_cores
+from tba.generate.decoder.build import native_spec
+from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.decoder.spec import DecoderSpec, UnsupportedModel
+from tba.generate.transformers_engine import cache_abilities
+from tba.models.load import check_generates, check_has_config, told
+from tba.models.names import resolve_path
+from tba.models.text_part import stated_context, switch_length
+from tba.policy.model import PolicyModel
+from tba.runtime.placement import PINNED, threads_of, usable_cores, why_no_mps
 
 EXTRAS = {
     "wandb": "W&B logging (observe.sinks=[wandb])",
@@ -24,39 +46,50 @@ EXTRAS = {
 """What each optional package is for, by the name it is imported by."""
 
 
+TINY = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+}
+"""Sizes of the tiny model, by the names that configs have for them."""
+GIB = 2**30
+
+
 def examine() -> list[tuple[str, str]]:
     """Findings about this machine with their names, in reading order."""
     findings = [("python", platform.python_version())]
     findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
     mps = _mps()  # first: to name the GPUs, this process uses them
-    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus()), ("mps", mps)]
+    findings += [("cores", _cores()), ("memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB")]
+    findings += [("disk here", f"{shutil.disk_usage('.').free / GIB:.1f} GiB free"), ("gpu", _gpus()), ("mps", mps)]
     findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
     return findings
 
 
 def _cores() -> str:
-    bf16 = "with bf16 matrix units" if _has_amx() else "bf16 is slow here, use float32"
+    info = Path("/proc/cpuinfo")
+    has_amx = info.exists() and "amx_bf16" in info.read_text(errors="replace")
+    bf16 = "with bf16 matrix units" if has_amx else "bf16 is slow here, use float32"
     threads, pinned = threads_of(Config()), os.environ.get(PINNED, "not set")
     return (
         f"{usable_cores()} usable ({bf16}); {PINNED}={pinned}; a trainer and a searcher get {threads.trainer} and "
         f"{threads.searcher} threads"
     )
-
-
-def _has_amx() -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and "amx_bf16" in info.read_text(errors="replace")
-
-
-def _memory() -> str:
-    if not hasattr(os, "sysconf"):
-        return "unknown"
-    page = os.sysconf("SC_PAGE_SIZE")
-    return f"{page * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-
-
-def _disk() -> str:
-    return f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free"
 
 
 def _mps() -> str:
@@ -70,8 +103,6 @@ def _mps() -> str:
 
 
 def _gpus() -> str:
-    import torch
-
     if not torch.cuda.is_available():
         return "none: models run on the CPU"
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -82,3 +113,116 @@ def _extra(name: str, purpose: str) -> str:
     if importlib.util.find_spec(name) is None:
         return f"not installed; needed for {purpose}"
     return f"{importlib.metadata.version(name.replace('_', '-'))}: {purpose}"
+
+
+def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[str, str]]:
+    """Findings about a model with their names, in reading order."""
+    found = resolve_path(path)
+    with told(path, "cannot be read"):
+        check_has_config(Path(found))
+        config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
+    check_generates(path, config)
+    with _quiet() as heard:
+        with torch.device("meta"), told(path, "cannot be built"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        try:
+            spec, refusal = native_spec(model), ""
+        except UnsupportedModel as reason:
+            spec, refusal = None, str(reason)
+        training, padding = _tried(config, heard)
+    findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
+    if spec is None:
+        findings += [("engine", f"over transformers' own forward pass, slower: {refusal}"), ("batches", padding)]
+    else:
+        findings.append(("engine", _native(spec, switch_length(config))))
+    findings.append(("training", training))
+    return [*findings, ("context", _context(config)), *_model_memory(_count(model), spec)]
+
+
+def _native(spec: DecoderSpec, switch: int | None) -> str:
+    native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
+    reason = why_never_fused(spec)
+    if reason is None:
+        return f"{native}; on a GPU with fused kernels and CUDA graphs"
+    return f"{native}; on a GPU without fused kernels and CUDA graphs: {reason}"
+
+
+def _tried(config: Any, heard: BufferingHandler) -> tuple[str, str]:
+    """How a model of this config trains, and how its prompts are batched where the engine is not native."""
+    try:
+        torch.manual_seed(0)
+        tiny = AutoModelForCausalLM.from_config(tiny_config(config), dtype=torch.float32).eval()
+        padding = "prompts of all lengths together" if cache_abilities(tiny).pads else "prompts of one length together"
+        heard.flush()
+        packed = PolicyModel(tiny).packed
+    except Exception as error:  # a tiny model of an unknown family fails in its own ways: then nothing is known
+        unknown = f"not known before it is loaded: no small copy could be tried ({type(error).__name__})"
+        return unknown, unknown
+    messages = [record.getMessage() for record in heard.buffer]
+    reason = next((words for words in messages if "one sequence at a time" in words), "")
+    if packed:
+        return "packed sequences, prompts shared by their responses", padding
+    return f"one sequence at a time, slower: {reason.partition('(')[2].rpartition(')')[0] or 'see the log'}", padding
+
+
+def tiny_config(config: Any) -> Any:
+    """The config with small sizes, of which everything else is the model's."""
+    tiny = copy.deepcopy(config)
+    text, own = tiny.get_text_config(), config.get_text_config()
+    for name, size in TINY.items():
+        if isinstance(getattr(own, name, None), int):
+            with suppress(AttributeError):  # some are computed from others
+                setattr(text, name, min(size, getattr(own, name)))
+    if getattr(own, "num_key_value_heads", None) is not None:
+        grouped = own.num_key_value_heads < own.num_attention_heads
+        text.num_key_value_heads = min(own.num_key_value_heads, 2 if grouped else 4)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 1)
+    for name, value in vars(text).items():  # settings of each layer
+        if isinstance(value, list) and len(value) == own.num_hidden_layers:
+            setattr(text, name, value[: text.num_hidden_layers])
+    rope = getattr(text, "rope_parameters", None) or {}
+    half = int(TINY["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), list):
+            rope[name] = rope[name][:half]
+    return tiny
+
+
+def _context(config: Any) -> str:
+    length, switch = stated_context(config), switch_length(config)
+    words = "not stated" if length is None or length < 1 else f"{length:,} tokens"
+    return words if switch is None else f"{words}; rotary angles change beyond {switch:,}"
+
+
+def _model_memory(count: int, spec: DecoderSpec | None) -> Iterator[tuple[str, str]]:
+    yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
+    # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
+    yield (
+        "trainer",
+        f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
+    )
+    if spec is None:
+        yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
+        return
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
+    yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
+
+
+def _count(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _quiet() -> Iterator[BufferingHandler]:
+    """What the package would warn about is kept instead of shown."""
+    logger, handler = logging.getLogger("tba"), BufferingHandler(10_000)
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield handler
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)

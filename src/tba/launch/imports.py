@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +36,6 @@ from tba.tasks.outcomes import RewardFailed
 from tba.tasks.rewards.pool import make_rewards, score_all
 from tba.types import Completion, GroupId, Prompt, Trajectory, TrajectoryGroup
 
-RewardScorer = Callable[[list[FinishedGroup]], Sequence[Mapping[str, float]]]
-"""Groups of one response each -> reward components of each response, NaN = not applicable."""
-ReferenceScorer = Callable[[list[np.ndarray], list[np.ndarray]], Sequence[np.ndarray]]
-"""Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
 SHOWN_PROBLEMS = 5
 """Number of bad lines that an error names; of the others it gives the count."""
 LARGEST_REWARD = 1e30
@@ -52,39 +50,27 @@ def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
     so that a bad file costs nothing."""
     if not config.replay.imports:
         return []
-    with tempfile.TemporaryDirectory() as logs:
-        return _import_groups(config, inputs, log=Path(logs) / "rewards.log")
-
-
-def _import_groups(config: Config, inputs: RunInputs, *, log: Path) -> list[TrajectoryGroup]:
     loaded, task = inputs.loaded, inputs.task
-    stop_ids = stop_ids_of(loaded.model, loaded.tokenizer)
-    eos_id = loaded.tokenizer.eos_token_id
+    stop_ids, eos_id = stop_ids_of(loaded.model, loaded.tokenizer), loaded.tokenizer.eos_token_id
     reference = make_scorer(loaded.model, max_length=loaded.context)
-    rewards = make_rewards(task, config, log=log)
-
-    def score_rewards(groups: list[FinishedGroup]) -> list[Mapping[str, float]]:
-        return [_components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))]
-
-    found: list[TrajectoryGroup] = []
-    try:
-        for path in config.replay.imports:
-            found += import_responses(
-                Path(path),
-                prompts=task.prompts("train"),
-                tokenizer=loaded.tokenizer,
-                eos_id=stop_ids[0] if eos_id is None else eos_id,
-                stop_ids=stop_ids,
-                context=loaded.context,
-                reward_names=tuple(task.reward_weights),
-                score_rewards=score_rewards,
-                score_reference=lambda prompts, responses: reference.score(
-                    prompts, responses, config.generate.temperature
-                ),
-            )
-    finally:
-        rewards.close()
-    return found
+    with tempfile.TemporaryDirectory() as logs:
+        rewards = make_rewards(task, config, log=Path(logs) / "rewards.log")
+        importer = Importer(
+            prompts=task.prompts("train"),
+            tokenizer=loaded.tokenizer,
+            eos_id=stop_ids[0] if eos_id is None else eos_id,
+            stop_ids=frozenset(stop_ids),
+            context=loaded.context,
+            reward_names=frozenset(task.reward_weights),
+            score_rewards=lambda groups: [
+                _components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))
+            ],
+            score_reference=lambda prompts, responses: reference.score(prompts, responses, config.generate.temperature),
+        )
+        try:
+            return [group for path in config.replay.imports for group in importer.groups(Path(path))]
+        finally:
+            rewards.close()
 
 
 def _components(group: FinishedGroup, outcome: Mapping[str, float | None] | RewardFailed) -> Mapping[str, float]:
@@ -93,140 +79,94 @@ def _components(group: FinishedGroup, outcome: Mapping[str, float | None] | Rewa
     return {name: math.nan if value is None else value for name, value in outcome.items()}
 
 
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ImportedResponse:
-    """ImportedResponse(prompt=prompt, text=" 4", token_ids=np.array([9, 2]), finished=True, rewards={"exact_match": 1.0})"""
+class Response(NamedTuple):
+    """A line of the file: Response(prompt, " 4", completion, {"exact_match": 1.0})"""
 
     prompt: Prompt
     text: str
-    token_ids: np.ndarray
-    """Token ids of the response, int32 [T]."""
-    finished: bool
-    """Whether the response ends with a stop token; otherwise it counts as cut off."""
+    completion: Completion
     rewards: Mapping[str, float] | None
     """Reward components that the file gives, None = they are to be computed."""
 
-    def completion(self, *, sample_index: int = 0) -> Completion:
-        # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
-        unknown = np.full(len(self.token_ids), np.nan, np.float32)
-        return Completion(
-            prompt_id=self.prompt.id,
-            sample_index=sample_index,
-            token_ids=self.token_ids,
-            behaviour_log_probs=unknown,
-            policy_log_probs=unknown,
-            version_spans=((0, START_VERSION),),
-            finish="stop" if self.finished else "length",
-        )
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Importer:
+    """Makes groups of the lines of a file: Importer(prompts=task.prompts("train"), ...).groups(path)"""
 
-def import_responses(
-    path: Path,
-    *,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    eos_id: int,
-    stop_ids: Collection[int],
-    context: int,
-    reward_names: Collection[str],
-    score_rewards: RewardScorer,
-    score_reference: ReferenceScorer,
-) -> list[TrajectoryGroup]:
-    """The responses of one file, one group per prompt, in the order of the file. Bad lines are an error that lists them;
-    nothing is half imported. `eos_id` closes texts; a response that ends with one of `stop_ids` is finished. Prompt and
-    response have at most `context` tokens."""
-    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids), context, tuple(reward_names))
-    responses = _read(path, reader)
-    rewards = _complete_rewards(responses, score_rewards)
-    log_refs = score_reference([r.prompt.token_ids for r in responses], [r.token_ids for r in responses])
-    by_prompt: dict[str, list[Trajectory]] = {}
-    for response, components, log_ref in zip(responses, rewards, log_refs, strict=True):
-        members = by_prompt.setdefault(response.prompt.id, [])
-        members.append(_trajectory(response, components, log_ref, sample_index=len(members)))
-    prompt_of = {response.prompt.id: response.prompt for response in responses}
-    # Made from the path: a file that is imported again, in the same run, brings groups that are known.
-    incarnation = blake2b(str(path).encode(), digest_size=4).hexdigest()
-    return [
-        TrajectoryGroup(
-            id=str(GroupId(sender="import", incarnation=incarnation, number=number)),
-            prompt=prompt_of[prompt_id],
-            trajectories=tuple(members),
-        )
-        for number, (prompt_id, members) in enumerate(by_prompt.items())
-    ]
-
-
-class PromptFinder:
-    """The task's prompts by id and by text; of prompts with the same text, the first."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._by_id = {prompt.id: prompt for prompt in prompts}
-        self._by_text = {self._key(prompt.text): prompt for prompt in reversed(prompts)}
-
-    def find(self, line: Mapping[str, Any]) -> Prompt:
-        """The prompt that a line of the file names."""
-        if "id" in line:
-            prompt = self._by_id.get(str(line["id"]))
-        elif "prompt" in line:
-            prompt = self._by_text.get(self._key(line["prompt"]))
-        else:
-            raise ValueError("has neither `id` nor `prompt`")
-        if prompt is None:
-            named = f"id {line['id']!r}" if "id" in line else f"prompt {str(line['prompt'])[:60]!r}"
-            raise ValueError(f"{named} is none of the task's {len(self._by_id)} prompts")
-        return prompt
-
-    @staticmethod
-    def _key(text: Any) -> str:
-        """Text, or a list of chat messages, as a string: a list is no key of a dict."""
-        return json.dumps(text, sort_keys=True)
-
-
-def _read(path: Path, reader: LineReader) -> list[ImportedResponse]:
-    if not path.is_file():
-        raise ValueError(f"replay.imports: {path} does not exist.")
-    responses: list[ImportedResponse] = []
-    problems: list[str] = []
-    with path.open("rb") as lines:  # of bytes: one that is not UTF-8 is an error of its line
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip():
-                    responses.append(reader.parse(line.decode()))
-            except ValueError as error:
-                problems.append(f"line {number} {error}")
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:SHOWN_PROBLEMS])
-        raise ValueError(
-            f"replay.imports: {path} has {len(problems)} bad lines, so nothing was imported. The first:\n{shown}"
-        )
-    if not responses:
-        raise ValueError(f"replay.imports: {path} holds no responses.")
-    return responses
-
-
-@dataclass(frozen=True)
-class LineReader:
-    """LineReader(PromptFinder(prompts), tokenizer, 2, {2, 5}, context=512, reward_names=["f"]).parse('{"id": "p0", ...}')"""
-
-    finder: PromptFinder
-    tokenizer: Tokenizer
+    prompts: Sequence[Prompt]
+    tokenizer: Any
     eos_id: int
-    stop_ids: frozenset[int]
+    """Closes texts."""
+    stop_ids: AbstractSet[int]
+    """A response that ends with one of them is finished."""
     context: int
-    reward_names: tuple[str, ...]
-    """Names of the task's rewards."""
+    """Most tokens of prompt and response."""
+    reward_names: AbstractSet[str]
+    score_rewards: Callable[[list[FinishedGroup]], Sequence[Mapping[str, float]]]
+    """Groups of one response each -> reward components of each response, NaN = not applicable."""
+    score_reference: Callable[[list[np.ndarray], list[np.ndarray]], Sequence[np.ndarray]]
+    """Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
 
-    def parse(self, text: str) -> ImportedResponse:
+    def groups(self, path: Path) -> list[TrajectoryGroup]:
+        """One group per prompt, in the order of the file. Bad lines are an error that lists them; nothing is half
+        imported."""
+        responses = self._read(path)
+        # Each response as it stands in the file: what was cut off, or tokenised in another way, is graded as that.
+        missing = [
+            FinishedGroup(prompt=r.prompt, completions=[r.completion], texts=[r.text])
+            for r in responses
+            if r.rewards is None
+        ]
+        computed = iter(self.score_rewards(missing) if missing else [])
+        log_refs = self.score_reference(
+            [r.prompt.token_ids for r in responses], [r.completion.token_ids for r in responses]
+        )
+        by_prompt: dict[str, list[Trajectory]] = {}
+        for response, log_ref in zip(responses, log_refs, strict=True):
+            members = by_prompt.setdefault(response.prompt.id, [])
+            members.append(
+                Trajectory(
+                    completion=replace(response.completion, sample_index=len(members)),
+                    rewards=next(computed) if response.rewards is None else response.rewards,
+                    log_ref=np.asarray(log_ref, np.float32),
+                    reference_version=START_VERSION,
+                    loss_mask=np.ones(len(response.completion.token_ids), np.bool_),
+                )
+            )
+        prompt_of = {response.prompt.id: response.prompt for response in responses}
+        # Made from the path: a file that is imported again, in the same run, brings groups that are known.
+        incarnation = blake2b(str(path).encode(), digest_size=4).hexdigest()
+        return [
+            TrajectoryGroup(
+                id=str(GroupId(sender="import", incarnation=incarnation, number=number)),
+                prompt=prompt_of[prompt_id],
+                trajectories=tuple(members),
+            )
+            for number, (prompt_id, members) in enumerate(by_prompt.items())
+        ]
+
+    def _read(self, path: Path) -> list[Response]:
+        if not path.is_file():
+            raise ValueError(f"replay.imports: {path} does not exist.")
+        responses: list[Response] = []
+        problems: list[str] = []
+        with path.open("rb") as lines:  # of bytes: one that is not UTF-8 is an error of its line
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        responses.append(self._parse(line.decode()))
+                except ValueError as error:
+                    problems.append(f"line {number} {error}")
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in problems[:SHOWN_PROBLEMS])
+            raise ValueError(
+                f"replay.imports: {path} has {len(problems)} bad lines, so nothing was imported. The first:\n{shown}"
+            )
+        if not responses:
+            raise ValueError(f"replay.imports: {path} holds no responses.")
+        return responses
+
+    def _parse(self, text: str) -> Response:
         try:
             line = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -235,22 +175,51 @@ class LineReader:
             raise ValueError(f"is a {type(line).__name__}, not an object")
         if "completion" not in line and "completion_ids" not in line:
             raise ValueError("needs `completion` or `completion_ids`")
-        prompt = self.finder.find(line)
-        ids = self._tokens(line)
+        prompt, ids = self._prompt(line), self._tokens(line)
         if len(prompt.token_ids) + len(ids) > self.context:
             raise ValueError(
                 f"has {len(ids)} tokens, which with the {len(prompt.token_ids)} of its prompt exceed the model's context of "
                 f"{self.context}"
             )
-        return ImportedResponse(
-            prompt=prompt,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True)
-            if "completion_ids" in line
-            else line["completion"],
+        finish = line.get("finish", "stop" if ids[-1] in self.stop_ids else "length")
+        if finish not in ("stop", "length"):
+            raise ValueError(f'`finish` is {finish!r}: write "stop" or "length", or leave it out')
+        # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
+        unknown = np.full(len(ids), np.nan, np.float32)
+        completion = Completion(
+            prompt_id=prompt.id,
+            sample_index=0,
             token_ids=np.array(ids, np.int32),
-            finished=_finish(line, "stop" if ids[-1] in self.stop_ids else "length") == "stop",
-            rewards=_given_rewards(line, self.reward_names),
+            behaviour_log_probs=unknown,
+            policy_log_probs=unknown,
+            version_spans=((0, START_VERSION),),
+            finish=finish,
         )
+        has_ids = "completion_ids" in line
+        shown = self.tokenizer.decode(ids, skip_special_tokens=True) if has_ids else line["completion"]
+        return Response(prompt, shown, completion, self._rewards(line))
+
+    @cached_property
+    def _by_id(self) -> dict[str, Prompt]:
+        return {prompt.id: prompt for prompt in self.prompts}
+
+    @cached_property
+    def _by_text(self) -> dict[str, Prompt]:
+        """Of prompts with the same text, the first. A list of chat messages is no key of a dict, but its JSON is."""
+        return {json.dumps(prompt.text, sort_keys=True): prompt for prompt in reversed(self.prompts)}
+
+    def _prompt(self, line: Mapping[str, Any]) -> Prompt:
+        """The prompt that a line names."""
+        if "id" in line:
+            prompt, named = self._by_id.get(str(line["id"])), f"id {line['id']!r}"
+        elif "prompt" in line:
+            prompt = self._by_text.get(json.dumps(line["prompt"], sort_keys=True))
+            named = f"prompt {str(line['prompt'])[:60]!r}"
+        else:
+            raise ValueError("has neither `id` nor `prompt`")
+        if prompt is None:
+            raise ValueError(f"{named} is none of the task's {len(self._by_id)} prompts")
+        return prompt
 
     def _tokens(self, line: Mapping[str, Any]) -> list[int]:
         if "completion_ids" not in line:
@@ -265,49 +234,17 @@ class LineReader:
             raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {largest}")
         return ids
 
-
-def _finish(line: Mapping[str, Any], otherwise: str) -> str:
-    finish = line.get("finish", otherwise)
-    if finish not in ("stop", "length"):
-        raise ValueError(f'`finish` is {finish!r}: write "stop" or "length", or leave it out')
-    return finish
-
-
-def _given_rewards(line: Mapping[str, Any], names: Collection[str]) -> Mapping[str, float] | None:
-    """The rewards that a line gives, null = not applicable; None where it gives none."""
-    given = line.get("rewards")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise ValueError(f"`rewards` is a {type(given).__name__}, not an object of numbers by name")
-    if unknown := sorted(given.keys() - set(names)):
-        raise ValueError(f"has rewards {unknown}, and the task's are {sorted(names)}: rename or leave out `rewards`")
-    numbers = [value for value in given.values() if value is not None]
-    if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST_REWARD for value in numbers):
-        raise ValueError(f"`rewards` must be an object of numbers by name, of at most {LARGEST_REWARD:g}, or null")
-    return {name: math.nan if value is None else float(value) for name, value in given.items()}
-
-
-def _complete_rewards(responses: list[ImportedResponse], score_rewards: RewardScorer) -> list[Mapping[str, float]]:
-    """The rewards of each response: those given, and those that are missing, computed in one call."""
-    missing = [r for r in responses if r.rewards is None]
-    # Each response as it stands in the file: what was cut off, or tokenised in another way, is graded as that.
-    groups = [FinishedGroup(prompt=r.prompt, completions=[r.completion()], texts=[r.text]) for r in missing]
-    scores = score_rewards(groups) if groups else []
-    if len(scores) != len(missing):
-        raise ValueError(f"score_rewards returned {len(scores)} results for {len(missing)} responses.")
-    computed = iter(scores)
-    return [r.rewards if r.rewards is not None else next(computed) for r in responses]
-
-
-def _trajectory(
-    response: ImportedResponse, rewards: Mapping[str, float], log_ref: np.ndarray, *, sample_index: int
-) -> Trajectory:
-    completion = response.completion(sample_index=sample_index)
-    return Trajectory(
-        completion=completion,
-        rewards=rewards,
-        log_ref=np.asarray(log_ref, np.float32),
-        reference_version=START_VERSION,
-        loss_mask=np.ones(len(completion.token_ids), np.bool_),
-    )
+    def _rewards(self, line: Mapping[str, Any]) -> Mapping[str, float] | None:
+        """The rewards that a line gives, null = not applicable; None where it gives none."""
+        given = line.get("rewards")
+        if given is None:
+            return None
+        if not isinstance(given, dict):
+            raise ValueError(f"`rewards` is a {type(given).__name__}, not an object of numbers by name")
+        if unknown := sorted(given.keys() - self.reward_names):
+            names = sorted(self.reward_names)
+            raise ValueError(f"has rewards {unknown}, and the task's are {names}: rename or leave out `rewards`")
+        numbers = [value for value in given.values() if value is not None]
+        if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST_REWARD for value in numbers):
+            raise ValueError(f"`rewards` must be an object of numbers by name, of at most {LARGEST_REWARD:g}, or null")
+        return {name: math.nan if value is None else float(value) for name, value in given.items()}

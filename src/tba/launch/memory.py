@@ -19,8 +19,7 @@ from tba.generate.native.paged_cache import PAGE
 from tba.generate.native.prefill import READ_AHEAD
 from tba.generate.native.slot_cache import KEY_MULTIPLE
 from tba.models.load import LoadedModel, resolve_dtype
-from tba.runtime.placement import RolePlacement, sees_gpu
-from tba.runtime.threads import usable_cores
+from tba.runtime.placement import RolePlacement, sees_gpu, usable_cores
 
 logger = logging.getLogger("tba")
 

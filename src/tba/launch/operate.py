@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,58 @@ import psutil
 
 from tba.config import Config, load_config
 from tba.observe.display import duration, steps_words
-from tba.observe.files import WriteFailures, read_summary, write_json
+from tba.observe.files import WriteFailures, read_summary, tell_failure, write_json
 from tba.observe.run_folder import RunFolder
 from tba.runtime.board import MAX_SEARCHERS, Board
 
+LOOK_SECONDS = 1.0
+"""Time between two looks at what is asked of a run, and between two status.json."""
 LATE_SECONDS = 30.0
 """Age of a status from which on it is said that nobody writes it any more."""
 
 
 class StatusWriter:
-    """Writes what the roles of a run do to its status.json."""
+    """What is done once a second for those who look at the run from outside: writes what its roles do to its status.json,
+    and tells the trainer what is asked of it."""
 
     def __init__(self, folder: RunFolder, board: Board) -> None:
         self._folder = folder
+        self._config_before = _state_of(folder.config)
         self._board = board
         self._failures = WriteFailures()
         self._started = time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
         """What each role does, and since when, by a clock that is never set."""
+        self._looked, self._replaced = 0.0, 0.0
+        self.exit_status: int | None = None
+        """How the trainer's process has ended; None = it is this process, or has not."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a trainer has begun the run since this was made: then config.yaml was written anew."""
+        return _state_of(self._folder.config) not in (None, self._config_before)
+
+    def look(self) -> None:
+        """Write the status, and tell the trainer what is asked of it, if that is due."""
+        # At once where a searcher is replaced, which may take seconds: its end must not be seen only then.
+        if self._board.replaced == self._replaced and time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        self._looked, self._replaced = time.monotonic(), self._board.replaced
+        if self.begun:
+            self.write()
+            if (asked := searchers_asked(self._folder.control)) is not None:
+                self._board.supervisor["searchers_wanted"] = asked
+
+    def close(self) -> None:
+        """Say how the run has ended; its process may go on with something else."""
+        if not self.begun:
+            return
+        if self.exit_status and read_summary(self._folder) is None:
+            words = (
+                f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
+            )
+            tell_failure(self._folder, RuntimeError(words))
+        self.write(ended=True)
 
     def write(self, *, ended: bool = False) -> None:
         now, clock = time.time(), time.monotonic()
@@ -69,19 +102,22 @@ class StatusWriter:
             write_json(self._folder.status, status)
 
 
-@dataclass(frozen=True)
-class Control:
-    """What is asked of a run in control.json, looked at once a second."""
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Which file this is, and when it was written; None = there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
-    path: Path
 
-    def searchers(self) -> int | None:
-        """Number of searchers that is asked for; None = nobody has asked."""
-        try:
-            asked = json.loads(self.path.read_text())["searchers"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return asked if type(asked) is int and asked >= 1 else None
+def searchers_asked(control: Path) -> int | None:
+    """Number of searchers that is asked for in a run's control.json; None = nobody has asked."""
+    try:
+        asked = json.loads(control.read_text())["searchers"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return asked if type(asked) is int and asked >= 1 else None
 
 
 def read_status(run: Path) -> dict[str, Any]:

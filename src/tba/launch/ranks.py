@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from tba.config import Config, ConfigError
 from tba.launch.memory import placement_of
-from tba.launch.run import Interrupt
+from tba.launch.supervise import Interrupt
 from tba.launch.torchrun import Torchrun
 from tba.models.load import adapt, load_model, use_cpu
 from tba.runtime.links import Link
-from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.placement import threads_of
+from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, stop_all
 from tba.runtime.role_process import INTERRUPTED
-from tba.runtime.threads import threads_of
 from tba.train.make import make_train_step
 from tba.train.sharded import ALONE, ConnectedRanks, RankLost, Ranks, ShardedTrainStep, connected
 
@@ -74,14 +74,14 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
         file = str(Path(folder) / "meeting")
-        processes: list[RoleProcess[Link]] = [
+        processes: list[RoleProcess] = [
             RoleProcess(
                 f"trainer-rank-{rank}",
                 run_rank,
                 {"file": file, "rank": rank, "size": size, "device": _device(config, rank), "wait_seconds": seconds},
                 log=logs / f"trainer-rank-{rank}.log",
                 threads=threads_of(config).trainer,
-                forked=may_fork(),
+                forked=True,
             )
             for rank in range(1, size)
         ]
@@ -113,7 +113,7 @@ def _device(config: Config, rank: int) -> str:
     return devices[rank % len(devices)]
 
 
-def _ended(processes: list[RoleProcess[Link]]) -> str:
+def _ended(processes: list[RoleProcess]) -> str:
     """What is known of ranks that have ended by themselves, for an error message."""
     dead = [process for process in processes if process.wait(1.0) and process.status]
     return "".join(
@@ -169,17 +169,23 @@ def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainSte
 # --- torchrun --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRanks]:
-    store = started.store()
-    number = store.add(INCARNATION, 1)
-    with connected(
+def _meeting(
+    config: Config, started: Torchrun, store: dist.Store, number: int
+) -> AbstractContextManager[ConnectedRanks]:
+    """The ranks of the trainer that has begun as the one with this number."""
+    return connected(
         dist.PrefixStore(f"tba/{number}", store),
-        rank=0,
+        rank=started.rank,
         size=started.size,
         device=torch.device(started.device(config)),
         wait_seconds=config.runtime.wait_seconds,
-    ) as ranks:
+    )
+
+
+@contextmanager
+def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRanks]:
+    store = started.store()
+    with _meeting(config, started, store, store.add(INCARNATION, 1)) as ranks:
         yield ranks
 
 
@@ -187,7 +193,7 @@ def join_torchrun(started: Torchrun, config: Config) -> int:
     """What a process does that torchrun has started as a rank other than 0: it works for one trainer after the other, until
     one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for the
     checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
-    store, device, joined = started.store(), started.device(config), 0
+    store, joined = started.store(), 0
     with Interrupt() as interrupt:
         while not interrupt.asked:
             number = store.add(INCARNATION, 0)
@@ -196,14 +202,8 @@ def join_torchrun(started: Torchrun, config: Config) -> int:
                 continue
             joined = number
             try:
-                with connected(
-                    dist.PrefixStore(f"tba/{number}", store),
-                    rank=started.rank,
-                    size=started.size,
-                    device=torch.device(device),
-                    wait_seconds=config.runtime.wait_seconds,
-                ) as ranks:
-                    serve(ranks, device)
+                with _meeting(config, started, store, number) as ranks:
+                    serve(ranks, started.device(config))
                     return 0
             except RankLost as error:
                 logger.warning(

@@ -78,12 +78,13 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
         _warn_of_beginning_again(folder, config)
         return None
     step = _step_of(path)
-    if resume is True and (kept := before_collapse(folder, path)) is not None:
+    if resume is True and (found := before_collapse(folder, path)) is not None:
+        kept, since = found
         logger.warning(
             "%s collapsed, since about step %d, and goes on from its newest checkpoint, of step %d. To go on from before "
             "the collapse, with half the learning rate should it come again: tba train %s --resume "
             "observe.on_collapse=rollback",
-            *(folder.path, kept.since, step, kept.path),
+            *(folder.path, since, step, kept),
         )
     summary = read_summary(folder) or {}
     steps, seconds = summary.get("steps", 0), summary.get("seconds", 0.0)

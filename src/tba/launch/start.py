@@ -18,7 +18,6 @@ from tba.config import Config, ConfigError, ModelConfig, dump_config, load_confi
 from tba.generate.contract import Scorer
 from tba.generate.make import make_scorer
 from tba.generate.sampling import training_sampling
-from tba.launch.async_run import AsyncRun, MakeRuntime, runtimes
 from tba.launch.checks import (
     check_before_loading,
     check_devices,
@@ -34,9 +33,8 @@ from tba.launch.operate import stopped_words
 from tba.launch.ranks import ranks_of
 from tba.launch.resolve import resolve
 from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config
-from tba.launch.run import RunInputs, load_inputs
+from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs, runtimes
 from tba.launch.supervise import Host, hosted
-from tba.launch.sync_run import SyncRun
 from tba.models.load import base_of, is_adapter, load_model, use_cpu
 from tba.objectives.registry import make_objective
 from tba.observe.display import show_line, show_summary, steps_words
@@ -46,9 +44,8 @@ from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
-from tba.runtime.mps import give_way_to_searchers, start_mps
+from tba.runtime.placement import give_way_to_searchers, start_mps, threads_alone, threads_of
 from tba.runtime.processes import prepare_roles
-from tba.runtime.threads import threads_alone, threads_of
 from tba.search.loop import make_search_engine
 from tba.tasks.base import KeepResponses
 from tba.tasks.data.prompts import make_prompt
@@ -56,7 +53,7 @@ from tba.tasks.evaluation import AnswerEvaluator, make_evaluator, respond
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed
-from tba.train.sharded import RankLost, Ranks
+from tba.train.sharded import RankLost
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
@@ -141,11 +138,20 @@ def _load_and_train(
         with (
             stacks_to(folder.logs / "trainer.log"),
             ranks_of(config, folder.logs) as ranks,
-            hosted(config, folder) if host is None else nullcontext(host) as found,
+            hosted(folder) if host is None else nullcontext(host) as found,
         ):
             board = Board(SharedMemory.attach(found.board))
             with runtimes(config, found, board, folder.logs) as make_runtime:
-                return _train(config, folder, inputs, imported, checkpoint, board, make_runtime, ranks, listener, began)
+                _describe(config, folder, inputs)
+                run: SyncRun | AsyncRun
+                if config.takes_turns:
+                    run = SyncRun.make(config, folder, inputs, board, checkpoint, listener)
+                else:
+                    run = AsyncRun.make(config, folder, inputs, make_runtime, checkpoint, ranks, listener)
+                run.recorder.began = began
+                if checkpoint is not None:
+                    run.recorder.note(f"{folder.path} goes on from {steps_words(config, run.trainer.step_index)}.")
+                return _run(run, imported)
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(stopped_words(config, by_command=host is not None)) from stopped
     except Exception as error:
@@ -155,34 +161,22 @@ def _load_and_train(
         listener.model = listener.tokenizer = None
 
 
-def _train(
-    config: Config,
-    folder: RunFolder,
-    inputs: RunInputs,
-    imported: Sequence[TrajectoryGroup],
-    checkpoint: Path | None,
-    board: Board,
-    make_runtime: MakeRuntime,
-    ranks: Ranks,
-    listener: RunListener,
-    began: float,
-) -> dict[str, Any]:
-    """Train in a folder that is ready, with a config in which everything is filled in."""
+def _describe(config: Config, folder: RunFolder, inputs: RunInputs) -> None:
+    """Write down what the run is. Here it begins: a config in its folder says that it has."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
     with WriteFailures().tolerated("copies of the rewards' files in", folder.sources):
         copy_sources(config, folder)
     words = getattr(inputs.task, "split_words", None)
     if words is not None and config.observe.progress:
-        show_line(f"{folder.path} {words}{_evaluated_words(config, inputs)}")
-    run: SyncRun | AsyncRun
-    if config.takes_turns:
-        run = SyncRun.make(config, folder, inputs, board, checkpoint, listener)
-    else:
-        run = AsyncRun.make(config, folder, inputs, make_runtime, checkpoint, ranks, listener)
-    run.recorder.began = began
-    if checkpoint is not None:
-        run.recorder.note(f"{folder.path} goes on from {steps_words(config, run.trainer.step_index)}.")
+        limit, number = config.evaluate.num_prompts, len(inputs.task.prompts(config.evaluate.split))
+        few = f" An evaluation takes the first {limit} of these (evaluate.num_prompts)." if limit < number else ""
+        show_line(f"{folder.path} {words}{few}")
+
+
+def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """Run to the end, also where that is an error; returns what summary.json holds."""
+    config, folder = run.config, run.recorder.folder
     try:
         for group in imported:
             run.trainer.add(group)
@@ -205,7 +199,7 @@ def _train(
             run.trainer.checkpoints.close()
         finally:
             run.close()
-    listener.ends(run.trainer.step_index)
+    run.listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
         run.recorder.failures.tell_lost()
         raise KeyboardInterrupt
@@ -213,12 +207,6 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
-
-
-def _evaluated_words(config: Config, inputs: RunInputs) -> str:
-    """How many of the held-out prompts an evaluation takes; empty = all of them."""
-    limit, number = config.evaluate.num_prompts, len(inputs.task.prompts(config.evaluate.split))
-    return f" An evaluation takes the first {limit} of these (evaluate.num_prompts)." if limit < number else ""
 
 
 def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,17 +27,6 @@ RAM = Path("/dev/shm")
 """Where Linux has files in memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryHandle:
-    """How another process finds shared memory while the one that made it lives.
-
-    MemoryHandle(path="/proc/4711/fd/9", num_bytes=4096)
-    """
-
-    path: str
-    num_bytes: int
-
-
 class SharedMemory:
     """Bytes that several processes see alike. They have no name in the file system where there is /proc, so nothing is left
     of them when all are gone, however they ended."""
@@ -48,8 +36,8 @@ class SharedMemory:
         self.fd = fd
         self.num_bytes = num_bytes
         self._path = path
-        self._handle: MemoryHandle | None = None
-        """Where it is another process's."""
+        self.handle = path or f"/proc/{os.getpid()}/fd/{fd}"
+        """How other processes find it while the one that made it lives."""
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
@@ -99,18 +87,13 @@ class SharedMemory:
         return cls(fd, num_bytes, path=path)
 
     @classmethod
-    def attach(cls, handle: MemoryHandle) -> SharedMemory:
+    def attach(cls, handle: str) -> SharedMemory:
         """The memory that another process has made."""
-        memory = cls(os.open(handle.path, os.O_RDWR), handle.num_bytes)
+        fd = os.open(handle, os.O_RDWR)
+        memory = cls(fd, os.fstat(fd).st_size)
+        memory.handle = handle
         memory.close()  # the mapping has a descriptor of its own, which goes with the last view of it
-        memory._handle = handle
         return memory
-
-    def handle(self) -> MemoryHandle:
-        """How others find it, by the process that made it."""
-        if self._handle is not None:
-            return self._handle
-        return MemoryHandle(path=self._path or f"/proc/{os.getpid()}/fd/{self.fd}", num_bytes=self.num_bytes)
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
         """A view of part of the memory."""
@@ -186,6 +169,8 @@ the others."""
 TRAINERS_OF_SEARCHER = ("pid", "place")
 """Those of SEARCHER_FIELDS that the trainer writes; they come last."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
+WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
+"""Numbers of each part of the board, in the order in which they lie in memory."""
 
 Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
@@ -210,16 +195,14 @@ class Board:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.values = memory.array(np.float64)
-        widths = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
-        parts = np.split(self.values, np.cumsum(widths)[:-1])
+        parts = np.split(self.values, np.cumsum(WIDTHS)[:-1])
         self.supervisor = Row(parts[0], SUPERVISOR_FIELDS)
         self.trainer = Row(parts[1], TRAINER_FIELDS)
         self._searchers = [Row(part, SEARCHER_FIELDS) for part in parts[2:]]
 
     @classmethod
     def create(cls) -> Board:
-        count = len(SUPERVISOR_FIELDS) + len(TRAINER_FIELDS) + MAX_SEARCHERS * len(SEARCHER_FIELDS)
-        return cls(SharedMemory.create(8 * count))
+        return cls(SharedMemory.create(8 * sum(WIDTHS)))
 
     def searcher(self, index: int) -> Row:
         return self._searchers[index]
@@ -227,10 +210,9 @@ class Board:
     @staticmethod
     def own_part(searcher: int | None) -> slice:
         """Where the numbers that a searcher writes lie, or the trainer and all its searchers (None)."""
-        start = len(SUPERVISOR_FIELDS)
         if searcher is None:
-            return slice(start, start + len(TRAINER_FIELDS) + MAX_SEARCHERS * len(SEARCHER_FIELDS))
-        start += len(TRAINER_FIELDS) + searcher * len(SEARCHER_FIELDS)
+            return slice(WIDTHS[0], sum(WIDTHS))
+        start = sum(WIDTHS[: 2 + searcher])
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
     def take_others(self, values: np.ndarray, own: slice) -> None:

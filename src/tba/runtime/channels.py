@@ -1,7 +1,7 @@
 """How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
 else of the runtime: whether the other role is in this process, in another one or on another host.
 
-What a trainer has of a run is in local.py, what a searcher has of it in ends.py.
+The ends of a trainer and of searchers in processes of their own are in ends.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tba.runtime.board import WAITS, Row, Wait
-from tba.runtime.deadlines import HeartbeatAges, Idleness, Waiting, overdue
+from tba.runtime.deadlines import Idleness, Waiting
 
 logger = logging.getLogger("tba")
 
@@ -126,18 +126,17 @@ def wait_until(
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
-    idleness, ages, told = Idleness(), HeartbeatAges(waiting), False
+    idleness, told = Idleness(), False
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
-            ages.look()
+            waiting.look()
             idle = idleness.look(progress())
             if idle > TOLD_AFTER_SECONDS and not told:
                 told = True
                 logger.warning("nothing has moved for %d s: %s.", idle, explain())
             if idle > deadline_seconds:
-                words = overdue(explain(), name=name, waiting=waiting, seconds=deadline_seconds, ages=ages)
-                raise WaitedTooLong(words)
+                raise WaitedTooLong(waiting.overdue(explain(), name=name, seconds=deadline_seconds))
             time.sleep(POLL_SECONDS)
     finally:
         seconds = time.monotonic() - started

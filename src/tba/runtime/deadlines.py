@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -45,7 +45,7 @@ class Idleness:
         return self.seconds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Waiting:
     """Who waits for whom, for the error when the deadline passes.
 
@@ -59,42 +59,28 @@ class Waiting:
     """The one that says how long nothing may move."""
     heartbeats: Callable[[], Mapping[str, float]] = dict
     """For each awaited role a number that changes while it lives; 0 = it has shown no sign yet."""
-
-
-class HeartbeatAges:
-    """How old the last heartbeat of each awaited role is, as far as the one who waits has seen it."""
-
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
-        self._ages: dict[str, tuple[float, Idleness]] = {}
+    _ages: dict[str, tuple[float, Idleness]] = field(default_factory=dict, init=False)
 
     def look(self) -> None:
-        for name, beats in self._waiting.heartbeats().items():
+        """See which heartbeats have come, as far as the one who waits can."""
+        for name, beats in self.heartbeats().items():
             _, idleness = self._ages.get(name, (0.0, Idleness()))
             idleness.look(beats)
             self._ages[name] = (beats, idleness)
 
-    def words(self) -> str:
-        """searcher-1 more than 300 s ago, searcher-0 0.1 s ago"""
-        oldest = sorted(self._ages.items(), key=lambda item: -item[1][1].seconds)
-        named = [f"{name} {_age(beats, idleness)}" for name, (beats, idleness) in oldest[:MOST_NAMED]]
-        more = f" and {len(oldest) - MOST_NAMED} more" if len(oldest) > MOST_NAMED else ""
-        return ", ".join(named) + more or "nobody is there to show one"
-
-
-def _age(beats: float, idleness: Idleness) -> str:
-    if beats == 0:
-        return "none yet"
-    # The last one came before anybody looked.
-    return f"{'' if idleness.changed else 'more than '}{idleness.seconds:.1f} s ago"
-
-
-def overdue(what: str, *, name: str, waiting: Waiting, seconds: float, ages: HeartbeatAges) -> str:
-    """The error of a wait called `name`, of which `what` says what is lacking and where to look."""
-    return (
-        f"{what} ({name}: {waiting.waiter} waited for {waiting.awaited}, and nothing moved for "
-        f"{waiting.setting}={seconds:g} s; last heartbeat: {ages.words()})"
-    )
+    def overdue(self, what: str, *, name: str, seconds: float) -> str:
+        """The error of a wait called `name`, of which `what` says what is lacking and where to look. It names the heartbeats
+        of those that have been silent longest: searcher-1 more than 300 s ago, searcher-0 0.1 s ago"""
+        ages = []
+        for role, (beats, idleness) in sorted(self._ages.items(), key=lambda item: -item[1][1].seconds)[:MOST_NAMED]:
+            # The last one came before anybody looked, where none has been seen to come.
+            age = f"{'' if idleness.changed else 'more than '}{idleness.seconds:.1f} s ago"
+            ages.append(f"{role} {age if beats else 'none yet'}")
+        more = f" and {len(self._ages) - MOST_NAMED} more" if len(self._ages) > MOST_NAMED else ""
+        return (
+            f"{what} ({name}: {self.waiter} waited for {self.awaited}, and nothing moved for {self.setting}={seconds:g} s; "
+            f"last heartbeat: {', '.join(ages) + more or 'nobody is there to show one'})"
+        )
 
 
 def write_stacks_when_asked(stream: TextIO | None = None) -> bool:
@@ -124,12 +110,10 @@ def dump_stacks(pids: Sequence[int]) -> list[int]:
     has just started, or is not ours) is left out, for the signal would end it."""
     asked = []
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError, PermissionError, FileNotFoundError):  # it has ended meanwhile
             if _heeds(pid):
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(pid)
-        except (ProcessLookupError, PermissionError, FileNotFoundError):  # it has ended meanwhile
-            continue
     return asked
 
 

@@ -1,31 +1,243 @@
-"""A searcher's ends of everything that leads to the trainer, in the local runtime: the group channel, visits, weights,
-requests for evaluations, signs of life. A searcher lives no longer than its trainer.
+"""The two ends of everything that passes between the trainer and its searchers: groups, visits, weights, evaluations, signs
+of life. Each searcher has a link to the trainer's process, and lives no longer than that; those on other machines are the
+business of cluster/roles.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import Board, SharedMemory
-from tba.runtime.channels import Stopped, wait_until
+from tba.runtime.board import Board, Row, SharedMemory
+from tba.runtime.channels import LocalWeights, Stopped, WeightPublisher, wait_until
 from tba.runtime.deadlines import Waiting
-from tba.runtime.leases import VisitStock
-from tba.runtime.links import (
-    Acknowledge,
-    AskVisits,
-    EndsHandle,
-    Evaluate,
-    Evaluated,
-    LeaseVisits,
-    Link,
-    Stop,
-)
+from tba.runtime.leases import VisitLedger, VisitSource
+from tba.runtime.links import EndsHandle, Link
+from tba.runtime.processes import Role, RoleDied
+from tba.runtime.searchers import Incarnation, SearcherPool, StartSearcher
 from tba.runtime.weight_slots import WeightSlots
-from tba.types import TrajectoryGroup
+from tba.types import TrajectoryGroup, Weights
 
+if TYPE_CHECKING:
+    from tba.runtime.cluster.copies import RemoteReplica
+
+COPIES_AT_ONCE = 1000
+"""Groups of a second copy that are taken in at a time."""
 WINDOW = 64
 """Groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
+
+
+class LocalRuntime:
+    """The trainer's end. Receives the searchers' groups, hands out visits, publishes weights, asks for evaluations."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        board: Board,
+        start: StartSearcher,
+        *,
+        num_searchers: int,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        canary: Callable[[Weights], np.ndarray],
+        ledger: VisitLedger,
+        reference_resets: bool = False,
+        slots_in_host_memory: bool = False,
+        may_start: Callable[[], bool] = lambda: True,
+        copies: RemoteReplica | None = None,
+    ) -> None:
+        """`slots_in_host_memory`: weight slots lie in host memory, not on the trainer's device. `may_start` is False when
+        searchers that end are not replaced any more. `copies` gets every group before it is acknowledged."""
+        self.config = config
+        self.ledger = ledger
+        self.board = board
+        self.row: Row = board.trainer
+        self.pool = SearcherPool(config, board, may_start=may_start)
+        self._start_one: Callable[..., Role] = start
+        self._num_searchers = num_searchers
+        device = next(iter(tensors.values())).device
+        if slots_in_host_memory or config.kind == "ray":  # from where they are passed on to other nodes
+            device = torch.device("cpu")
+        self._slots = WeightSlots.create(tensors, dtype, device=device)
+        self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
+        """Where a new reference is published."""
+        self._canary = canary
+        self._copies = copies
+        self._not_copied: set[str] = set()
+        """Groups whose copy is not stored yet."""
+        self._copied: Iterator[TrajectoryGroup] = iter(())
+        """Groups of the second copy that the trainer does not have."""
+        self._senders: dict[str, Incarnation] = {}
+        """By group: who has sent it and waits for its acknowledgement."""
+        self._stored: list[str] = []
+        """Groups that the trainer has stored and that are not acknowledged yet."""
+        self._evaluations: list[tuple[int, Mapping[str, float]]] = []
+        """Versions and their metrics."""
+        self._wanted_evaluations: list[int] = []
+        """Versions whose evaluation was asked for and has not come."""
+        self._evaluator: Incarnation | None = None
+        """Who was asked for them."""
+        self._failure: str | None = None
+        """Why there are no searchers any more."""
+        self._stopped = False
+        self.row["pid"], self._began = os.getpid(), time.monotonic()
+
+    def start_searchers(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
+    ) -> None:
+        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
+        `stored` is the highest number of each source whose groups are on disk."""
+        ends = EndsHandle(
+            board=self.board.memory.handle,
+            weights=self._slots.handle(),
+            references=None if self._references is None else self._references.handle(),
+        )
+        if self._copies is not None:
+            self._copied = self._copies.groups(after=stored or {})
+        self._start_one = partial(self._start_one, target, arguments, ends)
+        self.pool.begin(self._start_one, self._num_searchers)
+
+    def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
+        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
+        is the highest number of each source whose groups it still has."""
+        for incarnation in self.pool.incarnations():
+            self.ledger.hand_back(incarnation.holder)
+        self.pool.stop(timeout_seconds=0.0)
+        if self._copies is not None:
+            self._copies.return_to(go_on_from)
+        self._senders, self._stored, self._not_copied, self._copied = {}, [], set(), iter(())
+        self._evaluations, self._wanted_evaluations, self._evaluator = [], [], None
+        self.pool.begin(self._start_one, self._num_searchers)
+
+    def _beat(self) -> None:
+        self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began
+
+    def drain(self) -> list[TrajectoryGroup]:
+        """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
+        self._beat()
+        self.row["lost"] = self.ledger.num_lost
+        if self._failure is not None:
+            raise RoleDied(self._failure)
+        failure, groups = self.pool.failure, [self._completed(group) for group in islice(self._copied, COPIES_AT_ONCE)]
+        for incarnation in self.pool.incarnations():
+            gone = incarnation.gone  # looked at before its messages: none comes after them
+            for message in incarnation.process.link.drain():
+                if isinstance(message, TrajectoryGroup):
+                    groups.append(self._completed(message))
+                    self._senders[message.id] = incarnation
+                    if self._copies is not None:
+                        self._not_copied.add(message.id)
+                        self._copies.add(message)
+                    continue
+                match message:
+                    case ("ask", count):
+                        self._lease(incarnation, count)
+                    case ("evaluated", (version, metrics)):
+                        self._evaluator = None
+                        self._evaluations.append((version, metrics))
+                        self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > version]
+            if gone:
+                self._forget(incarnation)
+        self._ask_for_evaluation()
+        self._failure = failure  # raised at the next call: first the groups that came before it are stored
+        return groups
+
+    def _completed(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """A group has arrived. The ledger hears of it at once: if its searcher is lost in the same moment, only its other
+        visits are handed out again."""
+        self.ledger.complete(group.visit, is_lost=not group.trajectories)
+        return group
+
+    def _lease(self, incarnation: Incarnation, count: int) -> None:
+        incarnation.process.link.send(("visits", self.ledger.lease(incarnation.holder, count)))
+
+    def _forget(self, incarnation: Incarnation) -> None:
+        """A searcher is gone: others take its visits."""
+        self.pool.forget(incarnation)
+        self.ledger.hand_back(incarnation.holder)
+        if not incarnation.replaced:
+            self._hand_to_others()
+
+    def _hand_to_others(self) -> None:
+        """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
+        wait for steps that need just these."""
+        count, others = self.ledger.num_handed_back, self._running()
+        for place, other in enumerate(others):
+            share = count // len(others) + (place < count % len(others))
+            if share:
+                self._lease(other, share)
+
+    def _running(self) -> list[Incarnation]:
+        return [incarnation for incarnation in self.pool.incarnations() if not incarnation.gone]
+
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
+        """The trainer has stored these groups. Their searchers hear of it when a second copy, if there is one, is stored
+        too."""
+        self._stored += group_ids
+        if self._copies is not None:
+            self._not_copied -= self._copies.stored()
+        told: dict[Incarnation, list[str]] = {}
+        for group_id in self._stored:
+            sender = None if group_id in self._not_copied else self._senders.pop(group_id, None)
+            if sender is not None:  # imports and what came twice have none
+                told.setdefault(sender, []).append(group_id)
+        self._stored = [group_id for group_id in self._stored if group_id in self._not_copied]
+        for incarnation, ids in told.items():
+            incarnation.process.link.send(("stored", ids))  # lost with one that is gone: no harm
+
+    def publish(self, weights: Weights) -> None:
+        """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
+        self._beat()
+        self._publish(self._slots, weights)
+
+    @property
+    def reference_publisher(self) -> WeightPublisher | None:
+        """Publishes references; None where they are never reset."""
+        references = self._references
+        return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
+
+    def _publish(self, slots: WeightSlots, weights: Weights) -> None:
+        slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
+
+    def evaluate(self, version: int) -> None:
+        """Ask one searcher; if it dies, another is asked."""
+        self._wanted_evaluations.append(version)
+        self._evaluator = None
+        self._ask_for_evaluation()
+
+    def _ask_for_evaluation(self) -> None:
+        running = self._running() if self._wanted_evaluations else []
+        if running and self._evaluator not in running:
+            self._evaluator = running[0]
+            self._evaluator.process.link.send(("evaluate", self._wanted_evaluations[-1]))
+
+    def take_evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Versions whose evaluation has come since the last call, with its metrics."""
+        taken, self._evaluations = self._evaluations, []
+        return taken
+
+    def published(self, version: int) -> Weights | None:
+        """What searchers see of a version; None = it was overwritten, or never published."""
+        return self._slots.stored(version)
+
+    def stop(self) -> None:
+        """End all searchers; returns when they have ended."""
+        if self._stopped:
+            return
+        self.pool.stop()
+        self._stopped = True
+        self._slots.memory.close()
+        if self._references is not None:
+            self._references.memory.close()
 
 
 class SearcherEnds:
@@ -49,7 +261,7 @@ class SearcherEnds:
         self.weights = WeightSlots.attach(handle.weights)
         # None = references are never reset.
         self.references = None if handle.references is None else WeightSlots.attach(handle.references)
-        self.visits = VisitStock(lambda count: self._link.send(AskVisits(count=count)), size=stock)
+        self.visits = VisitSource(lambda count: link.send(("ask", count)), size=stock)
         self._config = config
         self._unacknowledged: dict[str, TrajectoryGroup] = {}
         self._asked: list[int] = []
@@ -74,6 +286,7 @@ class SearcherEnds:
             ),
             progress=self.trainer_progress,
         )
+        # Kept until the trainer has stored it: WINDOW counts these.
         self._unacknowledged[group.id] = group
         self._link.send(group)
 
@@ -87,17 +300,18 @@ class SearcherEnds:
         searcher that only waits is seen to live."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
-            if isinstance(message, Stop):
-                raise Stopped
-            if isinstance(message, Acknowledge):
-                for group_id in message.group_ids:
-                    group = self._unacknowledged.pop(group_id)
-                    if self._note is not None:
-                        self._note(group)
-            if isinstance(message, LeaseVisits):
-                self.visits.add(message.visits)
-            if isinstance(message, Evaluate):
-                self._asked.append(message.version)
+            match message:
+                case ("stop", _):
+                    raise Stopped
+                case ("stored", group_ids):
+                    for group_id in group_ids:
+                        group = self._unacknowledged.pop(group_id)
+                        if self._note is not None:
+                            self._note(group)
+                case ("visits", visits):
+                    self.visits.add(visits)
+                case ("evaluate", version):
+                    self._asked.append(version)
 
     def take_asked(self, version: int) -> bool:
         """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
@@ -106,7 +320,7 @@ class SearcherEnds:
         return reached
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._link.send(Evaluated(version=version, metrics=metrics))
+        self._link.send(("evaluated", (version, metrics)))
 
     def trainer_progress(self) -> float:
         """A number that changes while the trainer works, or starts."""

@@ -11,7 +11,7 @@ import heapq
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -122,38 +122,8 @@ class VisitLedger:
         return torch.randperm(self.num_prompts, generator=generator).tolist()
 
 
-class VisitSource(Protocol):
-    """Where a searcher gets its visits from."""
-
-    def peek(self) -> Visit | None:
-        """The next visit; None = none is at hand, but one was asked for."""
-        ...
-
-    def take(self) -> Visit:
-        """The visit that peek has shown."""
-        ...
-
-
-class LedgerVisits:
-    """Visits straight from the ledger, where searcher and trainer take turns in one process."""
-
-    def __init__(self, ledger: VisitLedger, holder: str = "searcher-0") -> None:
-        self._ledger = ledger
-        self._holder = holder
-        self._next: Visit | None = None
-
-    def peek(self) -> Visit:
-        if self._next is None:
-            (self._next,) = self._ledger.lease(self._holder, 1)
-        return self._next
-
-    def take(self) -> Visit:
-        visit, self._next = self.peek(), None
-        return visit
-
-
-class VisitStock:
-    """Visits at hand in a searcher's process, the earliest first: more are asked for before they run out."""
+class VisitSource:
+    """Visits at hand for a searcher, the earliest first: more are asked for before they run out."""
 
     def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
         """`ask` asks the trainer for so many visits; they arrive by `add`. `size` visits are kept at hand: as many as are
@@ -164,6 +134,12 @@ class VisitStock:
         """A heap."""
         self._coming = 0
 
+    @classmethod
+    def of(cls, ledger: VisitLedger) -> VisitSource:
+        """Visits straight from the ledger, one at a time, where searcher and trainer take turns in one process."""
+        source = cls(lambda count: source.add(ledger.lease("searcher-0", count)), size=1)
+        return source
+
     def add(self, visits: Sequence[Visit]) -> None:
         """Visits that were asked for, or that another searcher left behind."""
         for visit in visits:
@@ -171,6 +147,7 @@ class VisitStock:
         self._coming = max(0, self._coming - len(visits))
 
     def peek(self) -> Visit | None:
+        """The next visit; None = none is at hand, but one was asked for."""
         lacking = self._size - len(self._visits) - self._coming
         if lacking > self._size // 2:
             self._coming += lacking
@@ -178,4 +155,6 @@ class VisitStock:
         return self._visits[0] if self._visits else None
 
     def take(self) -> Visit:
+        """The visit that peek shows."""
+        self.peek()
         return heapq.heappop(self._visits)

@@ -1,7 +1,9 @@
-"""Messages between processes: what the roles of a run tell each other, and the two-way link that carries it.
+"""The two-way link between a process and its parent, and what a searcher needs to find its ends.
 
-    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated
-    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, Stop
+Messages between trainer and searcher are groups, and pairs of a name and a value:
+
+    searcher -> trainer      a TrajectoryGroup as it is; ask: number of visits; evaluated: (version, metrics)
+    trainer -> searcher      stored: group ids; visits: those that it gets; evaluate: version; stop
     any child -> parent      Failed
 
 Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
@@ -12,66 +14,24 @@ from __future__ import annotations
 
 import os
 import pickle
-import pickletools
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.runtime.board import MemoryHandle
-    from tba.runtime.leases import Visit
     from tba.runtime.slot_memory import SlotsHandle
 
-
-@dataclass(frozen=True, kw_only=True)
-class Acknowledge:
-    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0.5f3a91c2/41",))"""
-
-    group_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluate:
-    """Trainer to searcher: score the held-out prompts with this version or a newer one. Evaluate(version=100)"""
-
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """Searcher to trainer: Evaluated(version=102, metrics={"accuracy": 0.61})"""
-
-    version: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskVisits:
-    """Searcher to trainer: so many more visits, please. AskVisits(count=16)"""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseVisits:
-    """Trainer to searcher: visits that are its own until it is gone. LeaseVisits(visits=(Visit(...), ...))"""
-
-    visits: tuple[Visit, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Trainer to searcher: end now."""
+STOP = ("stop", None)
+"""Trainer to searcher: end now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A child's last words: Failed(error="ValueError: ...", final=False)"""
+    """A child's error report: Failed(error="ValueError: ...", final=False)"""
 
     error: str
     final: bool = False
@@ -82,10 +42,11 @@ class Failed:
 class EndsHandle:
     """What a searcher's process needs to find its ends.
 
-    EndsHandle(board=MemoryHandle(...), weights=SlotsHandle(...), references=None)
+    EndsHandle(board="/proc/4711/fd/9", weights=SlotsHandle(...), references=None)
     """
 
-    board: MemoryHandle
+    board: str
+    """Handle of its memory."""
     weights: SlotsHandle
     references: SlotsHandle | None
     """Where new references are published; None = they never are."""
@@ -101,16 +62,31 @@ class Link:
     A reader thread takes messages in as they come, so neither side ever waits for the other to read.
     """
 
-    def __init__(self, connection: Connection, *, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        connection: Any,
+        *,
+        on_close: Callable[[], None] = lambda: None,
+        queued: bool = False,
+        unread: Callable[[bytes | None], None] | None = None,
+    ) -> None:
+        """`connection` is a Connection, or has its methods to send and receive bytes. `queued`: a thread sends, so that
+        sending never waits; one searcher that is suspended holds up nobody. `unread` gets every message as it came, and
+        None at the end, in the place of the inbox."""
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None = the other end is gone."""
+        self._outbox: queue.SimpleQueue[bytes | None] | None = queue.SimpleQueue() if queued else None
         self._send_lock = threading.Lock()
         self._on_close = on_close
+        self._unread = unread
+        self.failure: Failed | None = None
+        """The error report that has arrived, seen before anybody looks for messages."""
         self.closed = False
         """The other end is gone, and all that it has sent has arrived."""
-        self._reader = threading.Thread(target=self._read, daemon=True, name="link-reader")
-        self._reader.start()
+        threading.Thread(target=self._read, daemon=True, name="link-reader").start()
+        if queued:
+            threading.Thread(target=self._write, daemon=True, name="link-writer").start()
 
     def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
@@ -118,11 +94,9 @@ class Link:
 
     def send_bytes(self, body: bytes) -> bool:
         """Send a message that is pickled already."""
-        try:
-            with self._send_lock:
-                self._connection.send_bytes(body)
-        except (BrokenPipeError, ConnectionResetError, OSError):
-            return False
+        if self._outbox is None:
+            return self._send(body)
+        self._outbox.put(body)
         return not self.closed
 
     def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
@@ -140,68 +114,46 @@ class Link:
     def close(self) -> None:
         """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
         it here would neither wake the reader nor tell the other end."""
-        hang_up(self._connection)
+        if self._outbox is not None:
+            self._outbox.put(None)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, body: bytes) -> bool:
+        try:
+            with self._send_lock:
+                self._connection.send_bytes(body)
+        except OSError:
+            return False
+        return not self.closed
+
+    def _write(self) -> None:
+        assert self._outbox is not None
+        while (body := self._outbox.get()) is not None and self._send(body):
+            pass
 
     def _read(self) -> None:
         while True:
             try:
                 body = self._connection.recv_bytes()
-            except (
-                EOFError,
-                ConnectionResetError,
-                OSError,
-                TypeError,
-            ):  # the last one where this end was closed meanwhile
+            except (EOFError, OSError, TypeError):  # the last one where this end was closed meanwhile
                 self.closed = True
-                self._inbox.put(None)  # wakes a receiver that waits
+                (self._unread or self._inbox.put)(None)  # wakes a receiver that waits
                 self._on_close()
                 return
-            self._take(body)
+            (self._unread or self._take)(body)
 
     def _take(self, body: bytes) -> None:
         try:
             message = pickle.loads(body)
-        except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
-            message = Failed(error=f"a message that cannot be read ({name_in(body)}): {error!r:.500}")
-        self._arrived(message)
-
-    def _arrived(self, message: Any) -> None:
-        self._inbox.put(message)
-
-
-class SearcherLink(Link):
-    """The trainer's end of a searcher's link. Sending never waits: one searcher that is suspended holds up nobody."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.failure: Failed | None = None
-        """The searcher's last words, which do not wait for the trainer to look for messages."""
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        super().__init__(connection)
-        threading.Thread(target=self._write, daemon=True, name="link-writer").start()
-
-    def send_bytes(self, body: bytes) -> bool:
-        self._outbox.put(body)
-        return not self.closed
-
-    def close(self) -> None:
-        self._outbox.put(None)
-        super().close()
-
-    def _arrived(self, message: Any) -> None:
+        except Exception as error:  # reported as the sender's failure: a message that is lost in silence is waited for
+            message = Failed(error=f"a message that cannot be read: {error!r:.500}")
         if isinstance(message, Failed):
             self.failure = self.failure or message
-        else:
-            super()._arrived(message)
-
-    def _write(self) -> None:
-        while (body := self._outbox.get()) is not None and super().send_bytes(body):
-            pass
-
-
-def hang_up(connection: Connection) -> None:
-    """Have both ends see that it is over, also one that is being read in another thread; closing does not tell that one."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
+        self._inbox.put(message)
 
 
 def pickled(message: Any) -> bytes:
@@ -211,16 +163,3 @@ def pickled(message: Any) -> bytes:
         raise TypeError(
             f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
         ) from error
-
-
-def name_in(payload: bytes) -> str:
-    """The class that a pickled message names first, for an error; the message is not made."""
-    words: list[str] = []
-    for operation, argument, _ in pickletools.genops(payload):
-        if operation.name == "STACK_GLOBAL" and len(words) >= 2:
-            return ".".join(words[-2:])
-        if operation.name == "GLOBAL":
-            return str(argument).replace(" ", ".")
-        if isinstance(argument, str):
-            words.append(argument)
-    return "no class"

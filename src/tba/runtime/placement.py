@@ -1,18 +1,28 @@
-"""Where the roles of a run are on this machine, and what follows from it: where weight slots lie, and which GPU is shared.
+"""Where the roles of a run are on this machine, and what follows from it: where weight slots lie, which GPU is shared, and
+how many threads each process computes with.
 
-Everything here is about names of devices; nothing imports torch, so that the supervisor can ask too.
+Nothing here imports torch, so that the supervisor can ask too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tba.config import Config
 from tba.runtime.board import MAX_SEARCHERS
+
+logger = logging.getLogger("tba.runtime")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -64,8 +74,14 @@ class RolePlacement:
 
     @property
     def slots_device(self) -> str:
-        """Where weight slots lie."""
-        return slots_device(self.trainer, self.later, sees_one=self.sees_one)
+        """Where weight slots lie: on the GPU that all roles use, where CUDA IPC lets every process read them; otherwise, and
+        where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
+
+        They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in
+        fp32 on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
+        """
+        devices = {*self.trainer, *self.later}
+        return devices.pop() if len(devices) == 1 and not self.sees_one else "cpu"
 
     def num_searchers_on(self, device: str) -> int:
         """Number of searchers that use this device, as far as is known."""
@@ -78,17 +94,6 @@ class RolePlacement:
         return sorted(device for device, count in counts.items() if device != "cpu" and count > 1)
 
 
-def slots_device(trainer: Sequence[str], searchers: Collection[str], *, sees_one: bool = False) -> str:
-    """Where weight slots lie: on the GPU that all roles use, where CUDA IPC lets every process read them; otherwise, and
-    where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
-
-    They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in fp32
-    on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
-    """
-    devices = {*trainer, *searchers}
-    return devices.pop() if len(devices) == 1 and not sees_one else "cpu"
-
-
 def must_hide(config: Config) -> bool:
     """Whether a searcher with this config must not see GPUs but its own: vLLM takes the first that it sees."""
     return config.generate.engine == "vllm" and config.model.device.partition(":")[2] not in ("", "0")
@@ -99,3 +104,227 @@ def see_only(device: str) -> str:
     index, visible = int(device.partition(":")[2]), os.environ.get(VISIBLE)
     os.environ[VISIBLE] = visible.split(",")[index].strip() if visible else str(index)
     return "cuda:0"
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+#
+# A product of matrices uses every thread that its process has, and a process that has one leaves the other cores of a laptop
+# idle. But the threads of a product wait for each other: where one of them finds its core taken, all of them stand still. A
+# synchronous run with two threads on two cores takes 20 s instead of the 24 with one, and 126 beside one other busy process
+# (one thread: 24; notes/). So one core is left for what else the machine does, and on two cores each process computes its
+# products with one thread. None is left where a process would have one thread instead of two: a trainer and a searcher with
+# two each on four cores make 1.0 to 1.8 times as many steps as with one, and .76 to .94 times as many beside one other busy
+# process.
+#
+# A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py). They do
+# not wait for each other. So there is one for each core, also where searchers compute on these cores with one thread each.
+
+PINNED = "OMP_NUM_THREADS"
+"""Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A
+role finds there the number that it was started with."""
+LEFT = 1
+"""Number of cores that no process of a run counts on, unless it would cost processes their second thread."""
+MOST_THREADS = 16
+"""Of a process by default: small models gain little by more, and what was measured had four cores."""
+SYSTEM = Path("/")
+"""Where /proc, /sys and /dev are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleThreads:
+    """Numbers of threads: RoleThreads(trainer=4, searcher=1)"""
+
+    trainer: int
+    """That of the trainer's process, and of each of its ranks."""
+    searcher: int
+
+
+def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
+    """The threads of a run's processes: runtime.threads, or what their machine has for each. Searchers share the cores with
+    the trainer equally, and what does not go round is the trainer's, who all of them wait for. `num_searchers` are there at
+    least, where a run has been given more than it was started with."""
+    if config.runtime.threads is not None:
+        return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
+    if _is_elsewhere(config):
+        return RoleThreads(trainer=1, searcher=1)
+    found = _on_this_machine(config, num_searchers)
+    return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
+
+
+def workers_of(config: Config) -> int:
+    """Number of the trainer's threads that compute whole micro-batches, each with a single thread (runtime/workers.py).
+
+    They do not wait for each other, so they may be as many as there are cores, also where other processes compute on these:
+    a trainer and its searcher on two cores take two and one. Searchers with several threads each keep theirs to themselves.
+    """
+    threads = threads_of(config)
+    if config.runtime.threads is not None or _is_elsewhere(config) or config.train.ranks > 1:
+        return threads.trainer
+    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
+    if placement.trainer[0] != "cpu":
+        return 1
+    is_alone = config.takes_turns or threads.searcher == 1
+    return _bounded(usable_cores()) if is_alone else threads.trainer
+
+
+def threads_alone(config: Config) -> int:
+    """The threads of a process that has the machine to itself, as in an evaluation."""
+    if config.runtime.threads is not None:
+        return config.runtime.threads
+    return 1 if sees_gpu(SYSTEM) and config.model.device != "cpu" else _bounded(usable_cores() - LEFT)
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Whether the roles run on nodes that nobody here knows."""
+    return config.runtime.kind == "ray" and not config.takes_turns
+
+
+def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
+    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
+    rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
+    more = max(0, num_searchers - len(placement.searchers))
+    searchers = () if config.takes_turns else placement.searchers + placement.searchers[-1:] * more
+    devices = (*rank_devices, *searchers)
+    on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
+    if not on_cpu:
+        return RoleThreads(trainer=1, searcher=1)
+    cores = usable_cores() - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
+    if on_cpu == 1 or cores != 2 * on_cpu:  # two each, for several processes, are worth the last core
+        cores -= LEFT
+    each = max(1, cores // on_cpu)
+    return RoleThreads(trainer=(cores - each * (on_cpu - ranks)) // ranks if ranks else 1, searcher=each)
+
+
+def _bounded(threads: int) -> int:
+    """At least one, and no more than OMP_NUM_THREADS, of which the first number counts where it is a list of levels."""
+    first = os.environ.get(PINNED, "").split(",")[0].strip()
+    most = int(first) if first.isdecimal() and int(first) > 0 else MOST_THREADS
+    return max(1, min(threads, most))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: not those that it is pinned away from, nor more than its container's quota, and a
+    core that runs two threads is one, for both would wait for the same arithmetic units."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len({_siblings(thread) for thread in os.sched_getaffinity(0)})
+    else:
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return max(1, min([cores, *_quotas()]))
+
+
+def _siblings(thread: int) -> str:
+    """The hardware threads of the core that this one belongs to."""
+    try:
+        return (SYSTEM / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(thread)
+
+
+def _quotas() -> Iterator[int]:
+    """Cores that the control groups of this process leave it, where they limit it, in both versions of the interface."""
+    for line in _read("proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root, names = SYSTEM / "sys/fs/cgroup", ["cpu.max"]
+        if "cpu" in controllers.split(","):
+            root, names = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        elif controllers:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):  # a group is limited by those above it, too
+            numbers = " ".join(_read(str(root.joinpath(*parts[:depth], name))) for name in names).split()
+            if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # otherwise `max` or -1
+                yield max(1, int(numbers[0]) // int(numbers[1]))
+
+
+def _read(path: str) -> str:
+    try:
+        return (SYSTEM / path).read_text()
+    except OSError:
+        return ""
+
+
+# --- MPS -------------------------------------------------------------------------------------------------------------
+#
+# With a private CUDA MPS daemon, roles that share a GPU run their kernels side by side instead of in turns. It must be there
+# before the first process touches the GPU. The processes then share one context on the GPU: a fault in a searcher's kernel
+# may take the trainer down with it; the last checkpoint stays.
+
+CONTROL = "nvidia-cuda-mps-control"
+TIMEOUT_SECONDS = 20.0
+WATCH = 'while kill -0 "$1" 2>/dev/null; do sleep 1; done; echo quit | "$2"; rm -rf "$3"'
+"""Arguments: process, control program, folder."""
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
+
+
+def why_no_mps(config: Config) -> str | None:
+    """What speaks against a daemon for this run; None = nothing. Looks at the machine without touching the GPU."""
+    if config.runtime.mps == "off":
+        return "runtime.mps=off"
+    if config.takes_turns:
+        return f"in {config.mode} mode one process uses the GPU"
+    placement = RolePlacement.of(config)  # what speaks for auto being cuda here is looked at next
+    if set(placement.devices) == {"cpu"} or not sees_gpu():
+        return "there is no NVIDIA GPU to share"
+    if not placement.shared_gpus:
+        return "every role has a GPU of its own"
+    if PIPES in os.environ:
+        return f"{PIPES} is set: that daemon is used"
+    torch = sys.modules.get("torch")  # who has not imported it cannot have touched the GPU
+    if torch is not None and torch.cuda.is_initialized():
+        return "this process uses the GPU already, and a daemon must be there before"
+    if shutil.which(CONTROL) is None:
+        return f"{CONTROL} is not on the PATH"
+    return None
+
+
+def start_mps(config: Config) -> bool:
+    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where it
+    is not wanted or not allowed; `runtime.mps=on` then raises."""
+    reason = why_no_mps(config)
+    if reason is None:
+        folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
+        os.environ[PIPES], os.environ[LOGS] = str(folder), str(folder)
+        reason = _start()
+        if reason is None:
+            _end_with_this_process(folder)
+            return True
+        _forget(folder)
+    if config.runtime.mps == "on":
+        raise RuntimeError(f"runtime.mps=on, but {reason}.")
+    logger.info("no MPS daemon: %s.", reason)
+    return False
+
+
+def give_way_to_searchers(config: Config) -> None:
+    """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
+    go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
+    round little is lost (notes/gpu.md)."""
+    if PIPES in os.environ and not config.takes_turns and RolePlacement.of(config).shared_gpus:
+        os.environ.setdefault(PRIORITY, BELOW_NORMAL)
+
+
+def _start() -> str | None:
+    """What went wrong; None = it runs."""
+    try:
+        found = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"{CONTROL} -d failed: {error}"
+    return None if found.returncode == 0 else f"{CONTROL} -d failed: {(found.stderr or found.stdout).strip()[:300]}"
+
+
+def _end_with_this_process(folder: Path) -> None:
+    """A process beside the daemon ends it after this one: it cannot end while its clients live."""
+    subprocess.Popen(
+        ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _forget(folder: Path) -> None:
+    os.environ.pop(PIPES, None)
+    os.environ.pop(LOGS, None)
+    shutil.rmtree(folder, ignore_errors=True)

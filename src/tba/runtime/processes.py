@@ -1,90 +1,79 @@
 """Start a role in a process of its own, watch it, stop it.
 
-The child is a fork of a process that has imported torch already (fork_server.py), or a new one. What it does first stands in
-role_process.py.
+The child is a fork of a process that has imported torch already, or a new one. What it does first, and how it is forked,
+stands in role_process.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import cloudpickle
+import psutil
 
 from tba.runtime.deadlines import dump_stacks
-from tba.runtime.fork_server import OWN_SERVER, ForkedProcess, ForkServer, module_command
 from tba.runtime.links import Link
+from tba.runtime.role_process import OWN_SERVER
 
 logger = logging.getLogger("tba")
 
-ROLE_MODULES = ("tba.search.role", "tba.launch.start")
+ROLE_MODULES = (
+    *("torch", "transformers", "transformers.models.auto.modeling_auto"),
+    *("tba.search.role", "tba.launch.start"),
+)
 """What trainer and searchers need, imported once by the process that they are forked from."""
 KILL_SECONDS = 10.0
 """Time for a process to end that was killed."""
+IMPORT_SECONDS = 300
+"""Time for a new server to import what roles need and to fork the first one."""
+START_SECONDS = 15
+"""Time for a server to fork a role later on, which takes milliseconds."""
+LOOK_SECONDS = 0.05
+"""Longest time between two looks at a role whose end is waited for."""
 
 
 class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
 
 
-L = TypeVar("L", bound=Link)
-L_co = TypeVar("L_co", bound=Link, covariant=True)
-
-
-class Role(Protocol[L_co]):
+class Role(Protocol):
     """A role as its starter sees it: a process of this machine, or an actor that stands for one of another machine."""
 
     name: str
 
     @property
-    def link(self) -> L_co: ...
-
+    def link(self) -> Link: ...
     @property
-    def log(self) -> Path | None:
-        """None = it writes where this process does."""
-        ...
-
+    def log(self) -> Path | None: ...
     @property
-    def pid(self) -> int:
-        """Its process, on the machine that it runs on."""
-        ...
-
+    def pid(self) -> int: ...
     @property
     def alive(self) -> bool: ...
-
     @property
-    def status(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        ...
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for its end; True when it came within the time."""
-        ...
-
-    def kill(self) -> None:
-        """End it by force, at once."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send its process a signal, unless it has ended."""
-        ...
-
-    def show_stacks(self) -> None:
-        """Have it write to its log what every thread is doing."""
-        ...
+    def status(self) -> int | None: ...
+    def wait(self, timeout_seconds: float) -> bool: ...
+    def kill(self) -> None: ...
+    def signal(self, number: int) -> None: ...
+    def show_stacks(self) -> None: ...
 
 
-class RoleProcess(Generic[L]):
+class RoleProcess:
     """A child process with a link. It ends itself when this process is gone, however that happened."""
 
     def __init__(
@@ -99,37 +88,34 @@ class RoleProcess(Generic[L]):
         forked: bool = False,
         starts_roles: bool = False,
         without: Sequence[str] = (),
-        make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
+        queued: bool = False,
+        unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
-        are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
-        `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get."""
+        are descriptors that it inherits. `forked` saves a process that needs torch its imports, on Linux; one that
+        `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get.
+        `queued` and `unread` are the link's."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
         environment = {name: value for name, value in role_environment(threads).items() if name not in without}
         self._process: subprocess.Popen[bytes] | ForkedProcess
-        if forked and sys.platform == "linux":
-            prepare_roles()
-            self._process = ForkServer.start_role(
-                name,
-                link=theirs.fileno(),
-                descriptors=fds if log is not None else (1, 2, *fds),
-                log=log,
-                environment=environment,
-                starts_roles=starts_roles,
-            )
-        elif log is None:
-            self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, None, environment)
-        else:
-            with log.open("ab") as stream:
+        with nullcontext() if log is None else log.open("ab") as stream:
+            if forked and sys.platform == "linux":
+                prepare_roles()
+                out, err = (1, 2) if stream is None else [stream.fileno()] * 2
+                own = {1: out, 2: err, **{number: number for number in fds}}
+                self._process = ForkServer.start_role(
+                    name, link=theirs.fileno(), descriptors=own, environment=environment, starts_roles=starts_roles
+                )
+            else:
                 self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps({"name": name, "search_path": sys.path}).encode())
             ours.send_bytes(cloudpickle.dumps((target, dict(arguments))))
-        self.link = make_link(ours)
+        self.link = Link(ours, queued=queued, unread=unread)
 
     @property
     def pid(self) -> int:
@@ -152,10 +138,12 @@ class RoleProcess(Generic[L]):
             logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
 
     def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def show_stacks(self) -> None:
+        """Have it write to its log what every thread is doing."""
         dump_stacks([self.pid])
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -171,7 +159,7 @@ STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 
 
-def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[Role], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)
@@ -187,6 +175,15 @@ def last_lines(path: Path | None, count: int = 20) -> str:
         return "(no log)"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (empty)"
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
+    user's json.py or types.py stands for Python's own."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; "
+    code += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code, module, *arguments]
 
 
 def popen(
@@ -206,16 +203,11 @@ def popen(
     )
 
 
-def may_fork() -> bool:
-    """Whether roles are forks of a process that has imported torch. With a GPU too: that process never touches it, and each
-    role sets it up for itself."""
-    return sys.platform == "linux"
-
-
 def prepare_roles() -> None:
-    """Roles will be started soon: have what they need imported while this process goes on."""
-    if may_fork():
-        ForkServer.shared(server_environment(), ROLE_MODULES)
+    """Roles will be started soon: have what they need imported while this process goes on. They are forks of a process that
+    has imported torch, with a GPU too: that process never touches it, and each role sets it up for itself."""
+    if sys.platform == "linux":
+        ForkServer.prepare(server_environment(), ROLE_MODULES)
 
 
 def role_environment(threads: int) -> dict[str, str]:
@@ -229,3 +221,173 @@ def server_environment() -> dict[str, str]:
     """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
     when they were loaded, so it has all of them: a role is told how many of them are its own. NumPy's products have one."""
     return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
+
+
+# The fork server, as its caller sees it
+
+
+class ForkedProcess:
+    """A role, with the methods of subprocess.Popen that are needed of it."""
+
+    def __init__(self, pid: int, told: Connection) -> None:
+        """`told` brings the exit status, and ends with the server."""
+        self.pid = pid
+        self._told = told
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self._look(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, seconds: float) -> int | None:
+        """Exit status, None while it runs; waits for it no longer than the time."""
+        with self._lock:
+            if self._status is None and self._told.poll(seconds):
+                try:
+                    self._status = self._told.recv()
+                except EOFError:  # its server is gone, and the role with it
+                    self._status = -signal.SIGKILL
+            elif self._status is None:
+                # A server that hangs tells nothing, and does not ask about its children either.
+                self._status = _status_of_zombie(self.pid)
+            return self._status
+
+
+class ServerGone(RuntimeError):
+    """The server has ended, or hangs."""
+
+
+class ForkServer:
+    """A server, as its caller sees it. One serves all runs of a process."""
+
+    _shared: ClassVar[ForkServer | None] = None
+    _settings: ClassVar[tuple[Mapping[str, str], tuple[str, ...]]] = ({}, ())
+    """Environment and imports of the next server."""
+    _shared_lock = threading.Lock()
+
+    def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
+        self._requests = Connection(os.dup(connection.fileno()), readable=False)
+        self._process = process
+        self._lock = threading.Lock()
+        self._seconds = IMPORT_SECONDS
+        """Time for an answer."""
+        atexit.register(self.close)
+
+    @classmethod
+    def prepare(cls, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Roles will be started soon: start the server, unless it is there, with this environment. `preload` names modules
+        that its roles will need. The imports run while the caller goes on."""
+        with cls._shared_lock:
+            cls._settings = (environment, tuple(preload))
+        cls._living()
+
+    @classmethod
+    def _living(cls) -> ForkServer:
+        """The server of this process: the one that was made for it before it began, or else a new one."""
+        with cls._shared_lock:
+            if cls._shared is None or not cls._shared.lives:
+                own = os.environ.pop(OWN_SERVER, None)
+                cls._shared = cls._begin(*cls._settings) if own is None else cls._own(*map(int, own.split()))
+            return cls._shared
+
+    @classmethod
+    def _begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+        """A new server, in a process that imports what its roles need."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = psutil.Popen(
+            module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *preload),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=dict(environment),
+            start_new_session=True,
+        )
+        theirs.close()
+        return cls(ours, process)
+
+    @classmethod
+    def _own(cls, descriptor: int, pid: int) -> ForkServer:
+        connection = socket.socket(fileno=descriptor)
+        connection.set_inheritable(False)
+        return cls(connection, psutil.Process(pid))
+
+    @classmethod
+    def start_role(cls, name: str, **request: Any) -> ForkedProcess:
+        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by the
+        numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or
+        hangs is replaced, and its roles end with it."""
+        server = cls._living()
+        try:
+            return server._start(name, **request)
+        except ServerGone as error:
+            # One that hangs is killed: a role that nobody hears of must not be forked when it wakes up.
+            server.close()
+            logger.warning("%s Another one takes its place.", error)
+        return cls._living()._start(name, **request)
+
+    def _start(
+        self,
+        name: str,
+        *,
+        link: int,
+        descriptors: Mapping[int, int],
+        environment: Mapping[str, str],
+        starts_roles: bool = False,
+    ) -> ForkedProcess:
+        """Fork a role; returns as soon as it runs."""
+        request = {"name": name, "link": link, "numbers": [link, *descriptors], "starts_roles": starts_roles}
+        request |= {"environment": dict(environment), "folder": os.getcwd()}
+        told, telling = Pipe(duplex=False)
+        how = f"has not answered for {self._seconds} s"
+        try:
+            with self._lock:
+                self._requests.send(request)
+                socket.send_fds(self._socket, [b" "], [telling.fileno(), link, *descriptors.values()])
+            telling.close()  # or the server's end would not be seen here
+            if told.poll(self._seconds):
+                process, self._seconds = ForkedProcess(told.recv(), told), START_SECONDS
+                return process
+        except (EOFError, OSError):
+            how = "has ended; its last lines are on stderr"
+        finally:
+            telling.close()
+        raise ServerGone(f"the process that roles are forked from (process {self._process.pid}) {how}.")
+
+    @property
+    def lives(self) -> bool:
+        try:
+            return self._process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def close(self) -> None:
+        """End the server and, with it, every role that still runs."""
+        self._requests.close()
+        self._socket.close()
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            self._process.kill()
+            self._process.wait(KILL_SECONDS)
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
+    knows."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None

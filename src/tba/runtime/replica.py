@@ -11,7 +11,7 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from tba.observe.run_folder import others_entry
@@ -45,56 +45,36 @@ class Replica:
         those of the durable replay do."""
         self.path = path
         self._capacity = capacity
-        try:
+        with self._reported("opened"):
             self._refuse_others()
             os.close(
                 os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             )  # pickles: nobody else may write them
-            self._database = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
+            self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
             # What is committed survives every process. It is lost with the machine, but the first copy is on another one.
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.execute(SCHEMA)
-            (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
-        except (sqlite3.Error, OSError) as error:
-            raise self._failure("opened", error) from None
-        self._num_responses: int = found or 0
+        self._num_responses = self._count()
 
     def add(self, group_id: str, responses: int, body: bytes) -> None:
         """Store a group, unless it is there already. Until this has returned no searcher may be told that it is stored."""
         source, _, number = group_id.rpartition("/")
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._reported("written"), self._database:  # a transaction
             if self._database.execute(INSERT, (source, int(number), responses, body)).rowcount:
                 self._num_responses += responses
             self._remove_oldest()
-            self._database.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._failure("written", error) from None
 
     def rows(self, *, after: Mapping[str, int] | None = None) -> Iterator[bytes]:
         """The groups, in the order of their arrival; of each source in `after` only those with a higher number."""
         marks = after or {}
-        arrival = self._first_after(marks)
-        while True:  # no cursor stays open, or rows could not leave meanwhile
-            query = "SELECT arrival, source, number, body FROM groups WHERE arrival >= ? ORDER BY arrival LIMIT 1"
-            try:
-                found = self._database.execute(query, (arrival,)).fetchone()
-            except sqlite3.Error as error:
-                raise self._failure("read", error) from None
-            if found is None:
-                return
-            if found[2] > marks.get(found[1], -1):
-                yield found[3]
-            arrival = found[0] + 1
-
-    def _first_after(self, marks: Mapping[str, int]) -> int:
-        """Arrival of the first group with a higher number than its source has in `marks`; one that never comes where there
-        is none."""
-        sources = self._database.execute("SELECT DISTINCT source FROM groups").fetchall()
-        query = "SELECT MIN(arrival) FROM groups WHERE source = ? AND number > ?"
-        found = [self._database.execute(query, (source, marks.get(source, -1))).fetchone()[0] for (source,) in sources]
-        return min((first for first in found if first is not None), default=2**62)
+        with self._reported("read"):
+            found = self._database.execute("SELECT arrival, source, number FROM groups ORDER BY arrival").fetchall()
+            for arrival, source, number in found:
+                # One by one, so that no cursor stays open: rows may leave meanwhile.
+                query = "SELECT body FROM groups WHERE arrival = ?"
+                if number > marks.get(source, -1) and (row := self._database.execute(query, (arrival,)).fetchone()):
+                    yield row[0]
 
     def ids(self) -> list[str]:
         """Ids of the groups, in the order of their arrival."""
@@ -103,20 +83,18 @@ class Replica:
 
     def return_to(self, marks: Mapping[str, int]) -> None:
         """Forget the groups after the highest number of each source: the trainer has gone back to where it had these."""
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._reported("written"), self._database:
             for (source,) in self._database.execute("SELECT DISTINCT source FROM groups").fetchall():
                 last = (source, marks.get(source, -1))
                 self._database.execute("DELETE FROM groups WHERE source = ? AND number > ?", last)
-            self._database.execute("COMMIT")
-            (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
-        except sqlite3.Error as error:
-            raise self._failure("written", error) from None
-        self._num_responses = found or 0
+        self._num_responses = self._count()
 
     def close(self) -> None:
-        with suppress(ReplicaFailed):  # what is left was not acknowledged
-            self._database.close()
+        self._database.close()
+
+    def _count(self) -> int:
+        (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
+        return found or 0
 
     def _refuse_others(self) -> None:
         """Refuse rows that another user may have written: a trainer unpickles them, which runs what they name."""
@@ -137,12 +115,16 @@ class Replica:
         if last is not None:
             self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
 
-    def _failure(self, what: str, error: Exception) -> ReplicaFailed:
-        return ReplicaFailed(
-            f"replay.durability=node: {self.path} could not be {what} ({type(error).__name__}: {error}). What was not "
-            "stored here was not acknowledged. Free disk space, choose another folder (output=...), or use "
-            "replay.durability=process."
-        )
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise ReplicaFailed(
+                f"replay.durability=node: {self.path} could not be {what} ({type(error).__name__}: {error}). What was not "
+                "stored here was not acknowledged. Free disk space, choose another folder (output=...), or use "
+                "replay.durability=process."
+            ) from None
 
 
 def replica_folder(run: Path) -> Path:

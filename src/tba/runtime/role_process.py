@@ -1,22 +1,43 @@
-"""What the process of a role does first: `python -m tba.runtime.role_process FD`, or a fork of the fork server.
+"""What the process of a role does first: a new one (`python -m tba.runtime.role_process FD`), or a fork of the fork server
+(`... role_process serve FD MODULE ...`), which is here too.
 
 The parent sends its module search path and (target, keyword arguments) over the socket FD. The target runs with a Link to
 the parent. A process started this way does not import the parent's main script again, so training scripts need no
 `if __name__ == "__main__"`.
+
+Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
+imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
+working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
+does not survive a fork: a role that uses one sets it up for itself.
+
+    caller -> server   the request, then its descriptors as SCM_RIGHTS, of which the first is a pipe
+    server -> caller   over that pipe: the process of the role, and its exit status when it has ended
+
+The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
+
+A role that will start roles itself, such as a trainer, gets a server of its own: a fork of this one, made before the role
+begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes by exec
+finds it there too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import logging
 import os
+import select
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -26,6 +47,10 @@ from tba.runtime.links import Failed, Link, RunCannotGoOn
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+MAX_DESCRIPTORS = 64
+OWN_SERVER = "TBA_OWN_FORK_SERVER"
+"""Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
+as in `5 4711`."""
 
 
 def die_with_parent() -> None:
@@ -73,11 +98,119 @@ def _parent_is_gone() -> None:
     os._exit(3)
 
 
-if __name__ == "__main__":
-    die_with_parent()
-    gc.disable()  # until its target is imported, as in the fork server: looking for garbage takes an eighth of that time
+# The fork server
+
+
+def serve(caller: socket.socket) -> None:
+    """The server: fork a role for each request, tell of each one that ends, until the caller is gone."""
+    requests = Connection(os.dup(caller.fileno()), writable=False)
+    wake_up, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, Connection] = {}
+    """By process: where its exit status goes."""
+    while True:
+        ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
+        if wake_up in ready:
+            os.read(wake_up, 4096)
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with running.pop(pid) as told, suppress(BrokenPipeError):  # nobody wants to know
+                    told.send(os.waitstatus_to_exitcode(status))
+        if caller.fileno() not in ready:
+            continue
+        try:
+            request = requests.recv()
+            _, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
+        except (EOFError, OSError):
+            return
+        forked = os.fork()
+        if forked == 0:
+            _become_role(request, descriptors[1:])
+        running[forked] = Connection(descriptors[0], readable=False)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        with suppress(BrokenPipeError):
+            running[forked].send(forked)
+
+
+def _become_role(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
+    """In the fork: take the caller's descriptors, environment and folder, and run the role to its end."""
+    status = 1
     try:
-        status = run_role(int(sys.argv[1]))
+        die_with_parent()
+        show_as(request["name"])
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Descriptors are parked above all that are open or wanted while they are given their numbers.
+        spare = max(*map(int, os.listdir("/proc/self/fd")), *request["numbers"]) + 1
+        parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
+        # Everything of the server's goes: a role that held its socket would keep it open for ever.
+        os.closerange(3, spare)
+        for held, number in zip(parked, request["numbers"]):
+            os.dup2(held, number)
+            os.close(held)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        if request["starts_roles"]:
+            _fork_own_server(below=spare)
+        # What torch read in the environment that the server was started with is not what this role was given.
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(int(request["environment"]["OMP_NUM_THREADS"]))
+        status = run_role(request["link"])
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()  # os._exit below would hide it
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _fork_own_server(*, below: int) -> None:
+    """In the fork, which has no thread yet: make it a server of its own. Its open descriptors have numbers `below`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(theirs.fileno(), 3)
+        os.closerange(4, below)
+        die_with_parent()
+        show_as("tba-forks")
+        os.setsid()
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        serve(socket.socket(fileno=3))
+        os._exit(0)
+    theirs.close()
+    ours.set_inheritable(True)
+    os.environ[OWN_SERVER] = f"{ours.detach()} {pid}"
+
+
+def main() -> int:
+    die_with_parent()
+    # Nothing of what is imported becomes garbage, and looking for it takes an eighth of the time.
+    gc.disable()
+    if sys.argv[1] != "serve":
+        return run_role(int(sys.argv[1]))
+    show_as("tba-forks")
+    connection = socket.socket(fileno=int(sys.argv[2]))
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # or the first collection in a role would copy every page of what was imported
+    serve(connection)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        # The functions of the imported module, not of this file run as a script: a role would import it a second time.
+        status = importlib.import_module("tba.runtime.role_process").main()
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.stdout.flush()

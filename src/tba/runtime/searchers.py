@@ -20,11 +20,9 @@ from tba.config import Config, RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.fork_server import ServerGone
-from tba.runtime.links import EndsHandle, SearcherLink, Stop
-from tba.runtime.mps import PRIORITY
-from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
-from tba.runtime.threads import threads_of
+from tba.runtime.links import STOP, EndsHandle
+from tba.runtime.placement import PRIORITY, threads_of
+from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, last_lines, stop_all
 
 logger = logging.getLogger("tba")
 
@@ -37,15 +35,6 @@ FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the second process that ended early; doubled with each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What the process of a searcher does: `target(link, index=..., incarnation=..., ends=..., **arguments)`."""
-
-    target: Callable[..., None]
-    arguments: Mapping[str, Any]
-    ends: EndsHandle
-
-
 @dataclass(kw_only=True, eq=False)
 class Incarnation:
     """One of the processes that fill a seat, one after the other, from its start until the trainer has its last message."""
@@ -54,7 +43,7 @@ class Incarnation:
     """Number of the seat."""
     id: str
     """Group ids and leases carry it."""
-    process: Role[SearcherLink]
+    process: Role
     idleness: Idleness = field(default_factory=Idleness)
     """How long there has been no sign of life."""
     gone: bool = False
@@ -68,24 +57,27 @@ class Incarnation:
         return f"searcher-{self.index}.{self.id}"
 
 
-StartSearcher = Callable[[Recipe, int, str], Role[SearcherLink]]
-"""Starts the process that fills a seat, given its number, as an incarnation."""
+StartSearcher = Callable[[Callable[..., None], Mapping[str, Any], EndsHandle, int, str], Role]
+"""Starts a process that runs `target(link, index=..., incarnation=..., ends=..., **arguments)`, given the target, its
+arguments, its ends, the number of the seat that it fills and its id as an incarnation."""
 
 
 def local_starter(config: Config, logs: Path) -> StartSearcher:
     """Starts searchers as processes of this machine (on a cluster: cluster/roles.py)."""
 
-    def start(recipe: Recipe, index: int, incarnation: str) -> Role[SearcherLink]:
+    def start(
+        target: Callable[..., None], arguments: Mapping[str, Any], ends: EndsHandle, index: int, incarnation: str
+    ) -> Role:
         logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         return RoleProcess(
             f"searcher-{index}",
-            recipe.target,
-            {**recipe.arguments, "index": index, "incarnation": incarnation, "ends": recipe.ends},
+            target,
+            {**arguments, "index": index, "incarnation": incarnation, "ends": ends},
             log=logs / f"searcher-{index}.log",
             threads=threads_of(config, num_searchers=index + 1).searcher,
-            forked=may_fork(),
+            forked=True,
             without=(PRIORITY,),  # that of the trainer, which gives way to searchers
-            make_link=SearcherLink,
+            queued=True,
         )
 
     return start
@@ -126,17 +118,14 @@ class SearcherPool:
     unblocked by: nobody
     """
 
-    def __init__(
-        self, config: RuntimeConfig, board: Board, start: StartSearcher, *, may_start: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, config: RuntimeConfig, board: Board, *, may_start: Callable[[], bool] = lambda: True) -> None:
         """`may_start` is False while nobody is to be replaced, because the run is about to end."""
         self.failure: str | None = None
         """Why there are no searchers any more, where starting others is of no use."""
         self._config = config
         self._board = board
-        self._start = start
         self._may_start = may_start
-        self._recipe: Recipe | None = None
+        self._start: Callable[[int, str], Role]
         self._count = 0
         """Number of searchers, unless another one was asked for from outside."""
         self._wanted = -1
@@ -146,19 +135,13 @@ class SearcherPool:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, recipe: Recipe, count: int) -> None:
-        """Start searchers, and look after them until `stop`."""
-        self._recipe, self._count, self._wanted = recipe, count, -1
+    def begin(self, start: Callable[[int, str], Role], count: int) -> None:
+        """Start searchers, and look after them until `stop`. `start` fills a seat, given its number, with an incarnation."""
+        self._start, self._count, self._wanted = start, count, -1
         self._stopping.clear()
         self._board.trainer["searchers"] = count
         self._thread = threading.Thread(target=self._run, daemon=True, name="searcher-pool")
         self._thread.start()
-
-    def begin_anew(self) -> None:
-        """Go on with new searchers in the place of the present ones."""
-        assert self._recipe is not None
-        self.stop(timeout_seconds=0.0)
-        self.begin(self._recipe, self._count)
 
     def incarnations(self) -> Sequence[Incarnation]:
         """Those that run, and those that are gone and were not forgotten yet, in the order of their seats."""
@@ -181,7 +164,7 @@ class SearcherPool:
             self._thread.join()
         self._board.trainer["searchers"] = 0
         processes = [incarnation.process for incarnation in self._incarnations]
-        stop_all(processes, Stop(), timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
+        stop_all(processes, STOP, timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
         for process in processes:
             process.link.close()
         for seat in self._seats:
@@ -208,7 +191,7 @@ class SearcherPool:
         """New ones start; those with the highest numbers end, and their visits go to others."""
         for seat in self._seats[count:]:
             if seat.filled_by is not None:
-                seat.filled_by.process.link.send(Stop())
+                seat.filled_by.process.link.send(STOP)
             seat.closed = True
         for seat in self._seats[:count]:
             seat.closed = seat.given_up = False
@@ -239,13 +222,12 @@ class SearcherPool:
             self._lose(seat, found, what, final=not beats and never)
 
     def _fill(self, seat: Seat) -> None:
-        assert self._recipe is not None
         row, incarnation = self._board.searcher(seat.index), secrets.token_hex(4)
         row.clear()
         # Or it would show as not wanted for a moment.
         row["place"] = PLACES.index("empty" if seat.starts_at else "filled")
         try:
-            process = self._start(self._recipe, seat.index, incarnation)
+            process = self._start(seat.index, incarnation)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
             self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
             return

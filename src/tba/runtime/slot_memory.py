@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.runtime.board import MemoryHandle, SharedMemory
+from tba.runtime.board import SharedMemory
 
 ALIGNMENT = 64
 CANARY_ROOM = 64
@@ -69,9 +69,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotsHandle:
-    """How another process finds the slots. SlotsHandle(memory=MemoryHandle(...), layout=(...), device_data=None)"""
+    """How another process finds the slots. SlotsHandle(memory="/proc/4711/fd/9", layout=(...), device_data=None)"""
 
-    memory: MemoryHandle
+    memory: str
     layout: tuple[TensorSpec, ...]
     device_data: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] | None = None
     """For each slot how to open its memory on the GPU; None = the tensors lie behind the headers."""

@@ -94,7 +94,7 @@ class WeightSlots:
             from torch.multiprocessing.reductions import reduce_tensor
 
             device_data = tuple(reduce_tensor(data) for data in self._device_data)
-        return SlotsHandle(memory=self.memory.handle(), layout=self.layout, device_data=device_data)
+        return SlotsHandle(memory=self.memory.handle, layout=self.layout, device_data=device_data)
 
     @property
     def memory(self) -> SharedMemory:

@@ -25,8 +25,7 @@ from tba.runtime.board import Row
 from tba.runtime.channels import Stopped
 from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import EndsHandle, Link, RunCannotGoOn
-from tba.runtime.placement import must_hide, see_only
-from tba.runtime.threads import threads_of
+from tba.runtime.placement import must_hide, see_only, threads_of
 from tba.search.loop import (
     GROUPS_AT_ONCE,
     SearchCounts,

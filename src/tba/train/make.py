@@ -18,7 +18,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
-from tba.runtime.threads import workers_of
+from tba.runtime.placement import workers_of
 from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate

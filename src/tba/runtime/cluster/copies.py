@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.config import Config
 from tba.observe.run_folder import MANIFEST, Claim, Holder, RunFolder, holder_of
-from tba.runtime.cluster.connect import NAMESPACE
+from tba.runtime.cluster import NAMESPACE
 from tba.runtime.links import pickled
 from tba.runtime.replica import GROUPS, Replica
 
@@ -67,16 +67,15 @@ def what_is_there(folder: RunFolder) -> dict[str, str]:
     return found
 
 
-def begun_at(folder: RunFolder, owner: Holder, *, resume: bool) -> int | None:
+def begun_at(folder: RunFolder, owner: Holder, resume: bool) -> int | None:
     """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
     run is not there."""
     if not folder.config.is_file() or not (resume or holder_of(folder.path) == owner):
         return None
-    return newest_step(folder)
+    return _newest_step(folder)
 
 
-def newest_step(folder: RunFolder) -> int:
-    """-1 = there is no checkpoint that a run can go on from."""
+def _newest_step(folder: RunFolder) -> int:
     return max((step for step, _ in folder.resumable()), default=-1)
 
 
@@ -99,10 +98,10 @@ def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None
         file.write(block)
 
 
-def make_room(folder: RunFolder, owner: Holder, *, resume: bool) -> None:
+def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
     """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
     stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
-    is_foreign = folder.config.is_file() and begun_at(folder, owner, resume=resume) is None
+    is_foreign = folder.config.is_file() and begun_at(folder, owner, resume) is None
     claim = Claim.take(folder.path)
     try:
         if is_foreign:
@@ -149,25 +148,25 @@ class RunCopy:
         """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (see `begun_at`);
         False where that is no older than the copy, or nothing was copied yet."""
         with self._lock:
-            if not self.folder.config.is_file() or (begun is not None and begun >= newest_step(self.folder)):
+            if not self.folder.config.is_file() or (begun is not None and begun >= _newest_step(self.folder)):
                 return False
-            ray.get(actor.make_room.remote(owner, resume))
-            for name, offset, block in self._blocks():
-                ray.get(actor.write_block.remote(name, offset, block))
+            ray.get(actor.with_folder.remote(make_room, owner, resume))
+            for name in self._names():
+                offset = 0
+                while block := read_block(self.folder, name, offset):
+                    ray.get(actor.with_folder.remote(write_block, name, offset, block))
+                    offset += len(block)
             return True
 
-    def _blocks(self) -> Iterator[tuple[str, int, bytes]]:
+    def _names(self) -> list[str]:
+        """Files of the copy, in the order in which they are handed over."""
         checkpoints = [path for prefix in COPIED for path in self.folder.checkpoints_by_step(prefix).values()]
         # The manifest last: a folder without one does not count.
         paths = [path for folder in checkpoints for path in sorted(folder.iterdir()) if path.name != MANIFEST]
         paths += [folder / MANIFEST for folder in checkpoints]
         # And the config last of all: without one the run has not begun there, also where this is cut off.
         paths += [self.folder.path / name for name in reversed(FILES) if name != self.folder.summary.name]
-        for path in paths:
-            name, offset = str(path.relative_to(self.folder.path)), 0
-            while block := read_block(self.folder, name, offset):
-                yield name, offset, block
-                offset += len(block)
+        return [str(path.relative_to(self.folder.path)) for path in paths]
 
     def _fetch(self, actor: Any, found: dict[str, str]) -> None:
         try:
@@ -216,7 +215,7 @@ class RunCopy:
         digest, offset = hashlib.sha256(), 0
         temporary = path.with_name(f".{path.name}.fetched")
         with temporary.open("wb") as file:
-            while block := ray.get(actor.read_block.remote(name, offset)):
+            while block := ray.get(actor.with_folder.remote(read_block, name, offset)):
                 file.write(block)
                 digest.update(block)
                 offset += len(block)

@@ -14,19 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from tba.observe.run_folder import Holder, RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror
-from tba.runtime.links import EndsHandle, Link
+from tba.runtime.links import EndsHandle
 from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba")
@@ -55,17 +53,6 @@ class Exchanged:
     """What the run folder holds (copies.what_is_there); None = it was not looked at."""
 
 
-class UnreadLink(Link):
-    """The host's end of a role's link: what the role sends goes on as it came, and None at its end."""
-
-    def __init__(self, connection: Connection, deliver: Callable[[bytes | None], None]) -> None:
-        self._deliver = deliver
-        super().__init__(connection, on_close=partial(deliver, None))
-
-    def _take(self, body: bytes) -> None:
-        self._deliver(body)
-
-
 class RoleHost:
     """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer. `copied` is
     the run folder of a trainer whose run is copied to another node."""
@@ -78,19 +65,15 @@ class RoleHost:
         self._searcher = searcher
         self._board = Board.create()
         self._own = self._board.own_part(searcher)
-        self._role: RoleProcess[UnreadLink] | None = None
+        self._role: RoleProcess | None = None
+        self._started = threading.Event()
+        """The role's process is there."""
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """What the role has sent; None at its end."""
         self._hung_up = False
         self._mirror: WeightMirror | None = None
         self._has_mirror = threading.Event()
-        self._arguments: dict[str, Any] = {}
-        """What a searcher that waits for its first weights is started with."""
-        self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
-        """Starts the role's process."""
-        self._early_frames: list[bytes] = []
-        """What came for the role before its process was started."""
-        self._lock = threading.Lock()
+        self._has_weights = threading.Event()
         self._copied = None if copied is None else RunFolder(copied)
         self._looked = 0.0
 
@@ -108,41 +91,30 @@ class RoleHost:
         log_path = None if log is None else Path(log)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._begin = partial(self._start_process, target, log=log_path, threads=threads)
-        with self._lock:
-            if ends is None:
-                host = replace(arguments["host"], board=self._board.memory.handle())
-                self._begin({**arguments, "host": host})
-            else:
-                own = replace(ends, board=self._board.memory.handle())
-                self._mirror = WeightMirror(own)
-                self._arguments = {**arguments, "ends": self._mirror.ends(own)}
-                self._has_mirror.set()
+        board = self._board.memory.handle
+        if ends is None:
+            own = {"host": replace(arguments["host"], board=board)}
+        else:
+            ends = replace(ends, board=board)
+            self._mirror = WeightMirror(ends)
+            own = {"ends": self._mirror.ends(ends)}
+            self._has_mirror.set()
+            # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
+            self._has_weights.wait()
+        self._role = RoleProcess(
+            self._name, target, {**arguments, **own}, log=log_path, threads=threads, unread=self._frames.put
+        )
+        self._started.set()
 
     @ray.method(concurrency_group="weights")
     def take_weights(self, offer: Offer, data: list[Any]) -> None:
-        """A version for the searcher; `data` is empty where it is here already."""
-        found = ray.get(data[0]) if data else None
+        """A version for the searcher."""
+        found = ray.get(data[0])
         self._has_mirror.wait()  # `start` was called before this, but in another thread
-        with self._lock:
-            assert self._mirror is not None
-            self._mirror.take(offer, found)
-            if self._role is None and self._mirror.is_filled:
-                self._begin(self._arguments)
-
-    def _start_process(
-        self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int
-    ) -> None:
-        self._role = RoleProcess(
-            self._name,
-            target,
-            arguments,
-            log=log,
-            threads=threads,
-            make_link=partial(UnreadLink, deliver=self._frames.put),
-        )
-        for each in self._early_frames:
-            self._role.link.send_bytes(each)
+        assert self._mirror is not None
+        self._mirror.take(offer, found)
+        if self._mirror.is_filled:
+            self._has_weights.set()
 
     @ray.method(concurrency_group="exchange")
     def exchange(self, board: bytes, timeout_seconds: float) -> Exchanged:
@@ -166,7 +138,7 @@ class RoleHost:
             files=self._look_at_files(role),
         )
 
-    def _look_at_files(self, role: RoleProcess[UnreadLink] | None) -> Mapping[str, str] | None:
+    def _look_at_files(self, role: RoleProcess | None) -> Mapping[str, str] | None:
         """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
         ended = role is not None and role.status is not None
         if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):
@@ -184,33 +156,16 @@ class RoleHost:
             frames.append(found)
 
     @ray.method(concurrency_group="deliver")
-    def deliver(self, frames: list[bytes]) -> None:
-        """Frames for the role, in order. A searcher that waits for its first weights gets them when it starts."""
-        with self._lock:
-            if self._role is None:
-                self._early_frames += frames
-                return
-        for each in frames:
-            self._role.link.send_bytes(each)
-
-    # The run folder on this node, for a copy on another one
-
-    def begun_at(self, owner: Holder, resume: bool) -> int | None:
-        assert self._copied is not None
-        return copies.begun_at(self._copied, owner, resume=resume)
-
-    def make_room(self, owner: Holder, resume: bool) -> None:
-        assert self._copied is not None
-        copies.make_room(self._copied, owner, resume=resume)
-
-    def write_block(self, name: str, offset: int, block: bytes) -> None:
-        assert self._copied is not None
-        copies.write_block(self._copied, name, offset, block)
+    def deliver(self, frame: bytes) -> None:
+        """A frame for the role. It waits for its process, which a searcher has when its first weights come."""
+        self._started.wait()
+        assert self._role is not None
+        self._role.link.send_bytes(frame)
 
     @ray.method(concurrency_group="files")
-    def read_block(self, name: str, offset: int) -> bytes | None:
-        assert self._copied is not None
-        return copies.read_block(self._copied, name, offset)
+    def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of copies.py returns for the run folder on this node."""
+        return call(self._copied, *arguments)
 
     def signal(self, number: int) -> None:
         if self._role is not None and self._role.alive:

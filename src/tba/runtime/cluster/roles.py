@@ -15,13 +15,11 @@ import math
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -31,12 +29,11 @@ import ray.exceptions
 from tba.config import Config
 from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
-from tba.runtime.cluster.copies import RunCopy, replica_actor
+from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay
-from tba.runtime.links import Link, SearcherLink, hang_up
-from tba.runtime.searchers import Recipe
-from tba.runtime.threads import threads_of
+from tba.runtime.links import EndsHandle, Link
+from tba.runtime.placement import threads_of
 
 logger = logging.getLogger("tba")
 
@@ -44,17 +41,20 @@ EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
-DELIVER_BYTES = 32 * 2**20
-"""Bytes from which on no more messages are gathered for one call."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
 
-L = TypeVar("L", bound=Link)
+class ActorLink(Link):
+    """The link of a role in an actor, whose connection is the ClusterRole."""
+
+    def _hang_up(self) -> None:
+        self._connection.kill()
 
 
-class ClusterRole(Generic[L]):
-    """A role in an actor, with the methods of a RoleProcess."""
+class ClusterRole:
+    """A role in an actor, with the methods of a RoleProcess, and with those of a Connection for its link: the threads of the
+    link make the calls of the actor."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClusterRole(Generic[L]):
         *,
         searcher: int | None,
         log: Path | None,
-        make_link: Callable[[Connection], L],
+        queued: bool = False,
         started: Any = None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
@@ -84,10 +84,10 @@ class ClusterRole(Generic[L]):
         self._when_ended = ended
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
-        ours, self._far_end = Pipe()
-        self.link = make_link(ours)
-        for work in (self._exchange, self._deliver):
-            threading.Thread(target=work, daemon=True, name=f"{name}-{work.__name__.strip('_')}").start()
+        self._frames: deque[bytes] = deque()
+        """What the role has sent and nobody has read yet."""
+        # Last: its reader begins to make calls of the actor at once.
+        self.link = ActorLink(self, queued=queued)
 
     @property
     def alive(self) -> bool:
@@ -112,30 +112,40 @@ class ClusterRole(Generic[L]):
         """An error of this call of the actor is the role's end."""
         self._calls.append(call)
 
-    def _exchange(self) -> None:
-        """Bring frames and signs of life until the role has ended."""
+    def recv_bytes(self) -> bytes:
+        """The next frame that the role sends; an EOFError when it is gone and all that it sent was read."""
+        while not self._frames:
+            if not self.alive:
+                raise EOFError
+            self._exchange()
+        return self._frames.popleft()
+
+    def send_bytes(self, body: bytes) -> None:
         try:
-            while self.alive:
-                found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
-                self.pid = found.pid
-                if self.alive:  # what comes after its end would be taken for its successor's
-                    self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
-                for each in found.frames:
-                    self._far_end.send_bytes(each)
-                if self._copy is not None and found.files is not None and self.alive:
-                    # One that came to its end may have just saved; one that was killed has not, and the next one is due.
-                    self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
-                if found.hung_up and found.status is not None:
-                    self._end(found.status)
-                self._see_calls()
+            ray.get(self._actor.deliver.remote(body))
+        except ray.exceptions.RayError as error:  # seen by the exchange
+            raise BrokenPipeError from error
+
+    def _exchange(self) -> None:
+        """Bring frames and signs of life."""
+        try:
+            found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
+            self.pid = found.pid
+            if self.alive:  # what comes after its end would be taken for its successor's
+                self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
+            self._frames += found.frames
+            if self._copy is not None and found.files is not None and self.alive:
+                # One that came to its end may have just saved; one that was killed has not, and the next one is due.
+                self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
+            if found.hung_up and found.status is not None:
+                self._end(found.status)
+            self._see_calls()
         except ray.exceptions.RayTaskError as error:
             logger.error("%s: a call of its actor failed: %s", self.name, error)
             self._end(FAILED)
         except ray.exceptions.RayError as error:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
-            self._end(KILLED)
-        except OSError:  # the other end has hung up: the role is being replaced
             self._end(KILLED)
 
     def _see_calls(self) -> None:
@@ -145,15 +155,6 @@ class ClusterRole(Generic[L]):
             self._calls.remove(call)
             ray.get(call)
 
-    def _deliver(self) -> None:
-        """Take frames to the role, one call after the other, each with all that has gathered."""
-        with suppress(EOFError, OSError, ray.exceptions.RayError):  # seen by the exchange
-            while True:
-                frames = [self._far_end.recv_bytes()]
-                while self._far_end.poll() and sum(map(len, frames)) < DELIVER_BYTES:
-                    frames.append(self._far_end.recv_bytes())
-                ray.get(self._actor.deliver.remote(frames))
-
     def _end(self, status: int) -> None:
         """The role is gone, and its actor with it; whoever started it sees the end of its link."""
         with self._end_lock:
@@ -162,7 +163,6 @@ class ClusterRole(Generic[L]):
             self.status = status
             self._ended.set()
         ray.kill(self._actor)
-        hang_up(self._far_end)
         self._when_ended()
 
 
@@ -200,7 +200,7 @@ class ClusterTrainers:
         self._replica = None if replica is None else replica_actor(config, replica, owner)
         """Held: the actor ends with the last one who knows it."""
 
-    def start(self, target: str, arguments: Mapping[str, Any]) -> ClusterRole[Link]:
+    def start(self, target: str, arguments: Mapping[str, Any]) -> ClusterRole:
         """`arguments["host"]` is a Host, of which the role gets its own node's form."""
         config, copy = self._config, self._copy
         each, ranks = gpus_each(config), config.train.ranks
@@ -209,7 +209,7 @@ class ClusterTrainers:
         gpus = each if ranks == 1 else ranks * math.ceil(each)
         copied = None if copy is None else config.run_folder
         actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
-        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, make_link=Link, copy=copy)
+        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, copy=copy)
         begin = partial(actor.start.remote, target, ends=None, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
@@ -224,7 +224,7 @@ class ClusterTrainers:
     def _begin_copied(
         self,
         copy: RunCopy,
-        role: ClusterRole[Link],
+        role: ClusterRole,
         actor: Any,
         begin: Callable[..., Any],
         arguments: dict[str, Any],
@@ -233,7 +233,7 @@ class ClusterTrainers:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
-            call = actor.begun_at.remote(owner, resume)
+            call = actor.with_folder.remote(begun_at, owner, resume)
             if not ray.wait([call], timeout=NODE_SECONDS)[0]:
                 logger.warning("the trainer waits for a node with room for it (%s): none of the cluster has any.", room)
             begun = ray.get(call)
@@ -264,37 +264,25 @@ class ClusterSearchers:
         self._logs = logs
         self._relay: WeightRelay | None = None
         """None before the first searcher is started."""
-        self._actors: dict[str, Any] = {}
-        """Actors of the searchers there are, by their incarnations."""
-        self._lock = threading.Lock()
 
-    def start(self, recipe: Recipe, index: int, incarnation: str) -> ClusterRole[SearcherLink]:
+    def start(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], ends: EndsHandle, index: int, incarnation: str
+    ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
         actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
         started = actor.start.remote(
-            cloudpickle.dumps((recipe.target, dict(recipe.arguments))),  # the actor need not import what it needs
+            cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
             {"index": index, "incarnation": incarnation},
-            ends=recipe.ends,
+            ends=ends,
             log=str(log),
             threads=self._threads,
         )
         if self._relay is None:
-            self._relay = WeightRelay(recipe.ends)
-        self._set_actor(incarnation, actor)
-        ended = partial(self._set_actor, incarnation, None)
-        return ClusterRole(
-            name, actor, self._board, searcher=index, log=log, make_link=SearcherLink, started=started, ended=ended
-        )
+            self._relay = WeightRelay(ends)
+        self._relay.add(incarnation, actor.take_weights.remote)
+        ended = partial(self._relay.remove, incarnation)
+        return ClusterRole(name, actor, self._board, searcher=index, log=log, queued=True, started=started, ended=ended)
 
     def close(self) -> None:
         if self._relay is not None:
             self._relay.close()
-
-    def _set_actor(self, incarnation: str, actor: Any) -> None:
-        """There is a new searcher, or one less: None."""
-        assert self._relay is not None
-        with self._lock:
-            self._actors.pop(incarnation, None)
-            if actor is not None:
-                self._actors[incarnation] = actor
-            self._relay.set_receivers({name: found.take_weights.remote for name, found in self._actors.items()})

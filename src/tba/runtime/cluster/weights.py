@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,18 +33,18 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Offer:
-    """A version on its way: Offer(kind="weights", number=13, header=Header(...), canary=None)"""
+    """A version on its way: Offer(kind="weights", number=13, header=Header(...), canary=canary)"""
 
     kind: Kind
     number: int
     """Number of publications up to this one."""
     header: Header
-    canary: np.ndarray | None
-    """None = the trainer has not computed it yet; the offer comes again when it has."""
+    canary: np.ndarray
 
 
 Give = Callable[[Offer, list[Any]], Any]
-"""Hands an offer and the object with its bytes to a searcher's node; returns what can be waited for."""
+"""Hands an offer to a searcher's node, with the object that has its bytes: in a list, so that it is not fetched before the
+call begins. Returns what can be waited for."""
 
 
 class WeightRelay:
@@ -53,20 +53,24 @@ class WeightRelay:
 
     def __init__(self, ends: EndsHandle) -> None:
         handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
-        self._sources = {kind: _Source(handle) for kind, handle in handles.items() if handle is not None}
+        self._sources = [_Source(kind, handle) for kind, handle in handles.items() if handle is not None]
         self._receivers: dict[str, Give] = {}
-        self._given: dict[tuple[str, Kind], tuple[int, bool, Any]] = {}
-        """By receiver and kind: number of the last offer, whether it had a canary, and what tells that it has arrived."""
+        self._given: dict[tuple[str, Kind], tuple[int, Any]] = {}
+        """By receiver and kind: number of the last offer, and what tells that it has arrived."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="weight-relay")
         self._thread.start()
 
-    def set_receivers(self, receivers: Mapping[str, Give]) -> None:
-        """From now on these get what is published, new ones at once."""
+    def add(self, name: str, give: Give) -> None:
+        """A searcher gets what is published from now on, and the newest version at once."""
         with self._lock:
-            self._receivers = dict(receivers)
-            self._given = {key: given for key, given in self._given.items() if key[0] in receivers}
+            self._receivers[name] = give
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._receivers.pop(name, None)
+            self._given = {key: given for key, given in self._given.items() if key[0] != name}
 
     def close(self) -> None:
         self._ended.set()
@@ -76,52 +80,49 @@ class WeightRelay:
         while not self._ended.wait(LOOK_SECONDS):
             try:
                 with self._lock:
-                    for kind, source in self._sources.items():
+                    for source in self._sources:
                         source.look()
-                        if source.header is not None:
-                            self._offer(kind, source)
+                        if source.offer is not None:
+                            self._give(source.offer, source.object)
             except ray.exceptions.RayError as error:  # such as an object store that is full: perhaps later it is not
                 logger.warning("weights could not be passed on, which is tried again: %s", error)
                 self._ended.wait(RETRY_SECONDS)
 
-    def _offer(self, kind: Kind, source: _Source) -> None:
-        assert source.header is not None
+    def _give(self, offer: Offer, data: Any) -> None:
         for name, give in self._receivers.items():
-            number, had_canary, arrived = self._given.get((name, kind), (-1, False, None))
-            if arrived is not None and not ray.wait([arrived], timeout=0.0)[0]:
-                continue
-            if source.number <= number and (source.canary is None or had_canary):
-                continue
-            offer = Offer(kind=kind, number=source.number, header=source.header, canary=source.canary)
-            # A second offer of the same bytes is for the canary alone.
-            data = [source.object] if source.number > number else []
-            self._given[name, kind] = (source.number, source.canary is not None, give(offer, data))
+            number, arrived = self._given.get((name, offer.kind), (-1, None))
+            if offer.number > number and (arrived is None or ray.wait([arrived], timeout=0.0)[0]):
+                self._given[name, offer.kind] = (offer.number, give(offer, [data]))
 
 
 class _Source:
     """The trainer's slots of one kind, and the newest version in the object store."""
 
-    def __init__(self, handle: SlotsHandle) -> None:
+    def __init__(self, kind: Kind, handle: SlotsHandle) -> None:
+        self._kind = kind
         self._slots = SlotMemory(SharedMemory.attach(handle.memory))
         self._size = data_bytes(handle.layout)
-        self.number = 0
-        self.header: Header | None = None
+        self._number = 0
+        self._header: Header | None = None
         """What `object` holds; None before the first publication."""
         self.object: Any = None
-        self.canary: np.ndarray | None = None
+        self.offer: Offer | None = None
+        """What can be given; None before the canary is there, which the trainer computes at once."""
 
     def look(self) -> None:
         """Put a newer version into the object store; the one before goes when nobody fetches it any more."""
         number = self._slots.number
-        if number != self.number:
+        if number != self._number:
             found: list[Any] = []
             # Straight from the slot into the store, which is the copy.
             header = self._slots.copy_newest(lambda slot: found.append(ray.put(self._slots.data(slot, self._size))))
             if header is None:
                 return  # overtaken: the next look sees the newer one
-            self.number, self.header, self.object, self.canary = number, header, found[0], None
-        if self.canary is None and self.header is not None:
-            self.canary = self._slots.canary(self.header.version)
+            self._number, self._header, self.object, self.offer = number, header, found[0], None
+        if self.offer is None and self._header is not None:
+            canary = self._slots.canary(self._header.version)
+            if canary is not None:
+                self.offer = Offer(kind=self._kind, number=self._number, header=self._header, canary=canary)
 
 
 class WeightMirror:
@@ -132,29 +133,24 @@ class WeightMirror:
         handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
         self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
         self._slots = {kind: SlotMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
-        self._numbers = dict.fromkeys(self._slots, 0)
-        """By kind: number of the trainer's publication that lies here."""
 
     @property
     def is_filled(self) -> bool:
         """Whether a searcher can begin with what lies here."""
-        return self._numbers["weights"] > 0
+        return self._slots["weights"].number > 0
 
     def ends(self, ends: EndsHandle) -> EndsHandle:
         """The same ends as the searcher finds them on this node; `ends.board` is this node's already."""
         handles = {
-            kind: SlotsHandle(memory=slots.memory.handle(), layout=self._layouts[kind])
+            kind: SlotsHandle(memory=slots.memory.handle, layout=self._layouts[kind])
             for kind, slots in self._slots.items()
         }
         return replace(ends, weights=handles["weights"], references=handles.get("references"))
 
-    def take(self, offer: Offer, data: np.ndarray | None) -> None:
-        """Write a version into the older slot, or add the canary of the newest one."""
+    def take(self, offer: Offer, data: np.ndarray) -> None:
+        """Write a version into the older slot."""
         slots = self._slots[offer.kind]
-        if data is not None and offer.number > self._numbers[offer.kind]:
-            slot = slots.begin()
-            np.copyto(slots.data(slot, len(data)), data)
-            slots.finish(slot, offer.header)
-            self._numbers[offer.kind] = offer.number
-        if offer.canary is not None and offer.number == self._numbers[offer.kind]:
-            slots.add_canary(offer.canary)
+        slot = slots.begin()
+        np.copyto(slots.data(slot, len(data)), data)
+        slots.finish(slot, offer.header)
+        slots.add_canary(offer.canary)

@@ -5,10 +5,12 @@ import sys
 
 import targets
 
-from tba.config import RuntimeConfig
+from tba.config import Config, RuntimeConfig
+from tba.launch.operate import StatusWriter
+from tba.launch.supervise import Supervisor
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.processes import RoleProcess
-from tba.runtime.supervisor import Supervisor
 
 
 def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settings) -> Supervisor:
@@ -16,18 +18,12 @@ def supervisor_of(board, tmp_path, started: list, *targets_of_trainers, **settin
 
     def start() -> RoleProcess:
         target = targets_of_trainers[len(started)]
-        arguments = {"board": board.memory.handle()} if target is targets.beats_no_more else {}
+        arguments = {"board": board.memory.handle} if target is targets.beats_no_more else {}
         started.append(RoleProcess("trainer", target, arguments, log=tmp_path / "trainer.log", forked=True))
         return started[-1]
 
-    return Supervisor(
-        RuntimeConfig(**settings),
-        board,
-        logs=tmp_path,
-        start_trainer=start,
-        newest_checkpoint=lambda: None,
-        look_outside=lambda: None,
-    )
+    config, folder = Config(runtime=RuntimeConfig(**settings)), RunFolder(tmp_path)
+    return Supervisor(config, board, folder, StatusWriter(folder, board), start)
 
 
 def test_a_trainer_that_does_not_look_for_groups_is_killed_and_another_one_begins(tmp_path, caplog):
