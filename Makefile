@@ -43,11 +43,11 @@ suite: install
 	$(PYTEST)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/generate/test_engine_contract.py tests/generate/test_engine_vllm.py \
-		tests/launch/test_vllm_runs.py
+	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/engine/test_engine_contract.py tests/engine/test_engine_vllm.py \
+		tests/run/test_vllm_runs.py
 
 test-trl: $(TRL_STAMP)
-	$(TRL_VENV)/bin/python -m pytest -k trl tests/api tests/objectives
+	$(TRL_VENV)/bin/python -m pytest -k trl tests/from_trl tests/objectives
 
 quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true

@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.config import TrainConfig
 from tba.models.load import use_cpu
+from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.model import PolicyModel
-from tba.train.batch import Budget
-from tba.train.optimizer import MasterAdamW
-from tba.train.step import TrainStep
+from tba.trainer.batch import Budget
+from tba.trainer.optimizer import MasterAdamW
+from tba.trainer.step import TrainStep
 from tba.types import Batch, Totals
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 4, 24, (48, 64)
@@ -71,7 +71,7 @@ def story_batch(words: int) -> Batch:
 def make_step(tokens: int, workers: int = 1) -> TrainStep:
     policy = PolicyModel(story_model())
     optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
-    objective = TrajectoryBalance(off_policy="exact")
+    objective = TrajectoryBalance(trust_region="none")
     budget = Budget(max_tokens=tokens)
     return TrainStep(policy, objective, optimizer, budget=budget, temperature=1.0, workers=workers)
 

@@ -38,7 +38,7 @@ KINDS = {"tba, 1 + 1 processes": ("tba", 1), "trl, 1 thread": ("trl", 1), "trl, 
 def run_tba(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     """Train asynchronously; the run folder tells speed and curve."""
     from tba.config import load_config
-    from tba.launch import train
+    from tba.run import train
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
@@ -47,7 +47,7 @@ def run_tba(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
                 f"seed={seed}", f"output={folder}", "name=run", f"train.max_steps={steps}",
                 f"train.responses_per_step={PROMPTS * SAMPLES}", f"train.samples_per_prompt={SAMPLES}",
                 f"train.learning_rate={LEARNING_RATE}", f"generate.max_new_tokens={MAX_NEW_TOKENS}",
-                "replay.on_policy_probability=1", "replay.max_trained_per_generated=1",
+                "replay.on_policy_probability=1", "replay.max_replay_ratio=1",
                 "replay.deduplicate=false", f"evaluate.every={evaluate_every}", "observe.progress=false",
             ],
         )  # fmt: skip
@@ -71,7 +71,7 @@ def run_trl(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
 
     from tba.config import ModelConfig, TaskConfig
     from tba.models.load import use_cpu
-    from tba.models.names import resolve_path
+    from tba.models.paths import resolve_path
     from tba.tasks.registry import make_task
 
     use_cpu(int(os.environ["OMP_NUM_THREADS"]))  # as tba does: both without oneDNN where it costs time

@@ -33,7 +33,7 @@ LOGGED = ("loss", "grad_norm", "entropy", "kl", "reward")
 def run_here(overrides: list[str]) -> dict[str, Any]:
     """One run in this process."""
     from tba.config import load_config
-    from tba.launch import train
+    from tba.run import train
     from tba.types import TrajectoryGroup
 
     digest, groups, make = hashlib.sha256(), 0, TrajectoryGroup.__init__

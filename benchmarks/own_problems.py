@@ -3,7 +3,7 @@
     python benchmarks/own_problems.py make [NAMES] --folder runs/own_problems
     python benchmarks/own_problems.py list
     python benchmarks/own_problems.py run [NAMES] --seeds 0 1 2 --jobs 1 --out runs/own_problems.jsonl \\
-        --settings defaults reuse1=replay.max_trained_per_generated=1,replay.on_policy_probability=1
+        --settings defaults reuse1=replay.max_replay_ratio=1,replay.on_policy_probability=1
     python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --iterations 1 2 --seeds 0 \\
         --out runs/own_problems.jsonl
     python benchmarks/own_problems.py run real_tuning real_reported --seconds 60 180 600 --seeds 0 1 2 --out runs/real.jsonl

@@ -37,7 +37,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Defaults for a machine without network; a variable that is set already keeps its value."""
-FRESH = "on_policy_probability=1 max_trained_per_generated=1 deduplicate=false"
+FRESH = "on_policy_probability=1 max_replay_ratio=1 deduplicate=false"
 """Settings of `replay` with which every response is new and trained once."""
 
 

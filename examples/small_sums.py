@@ -5,7 +5,7 @@ tba train task.name=examples/small_sums.py:SmallSums task.settings.largest=20 tr
 
 from tba.config import Section
 from tba.observe.metrics import mean_metrics
-from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.evaluation import AnswerEvaluator, greedy
 
 TEXT = "Mia has {a} pens. She buys {b} more. She loses 5. How many pens does she have now?\n"

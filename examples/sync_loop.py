@@ -95,7 +95,7 @@ def train(model, tokenizer, rows, *, reward=exact_match, steps=20, P=4, K=4, bet
             epoch, index = next(order)
             row = rows[index]
             prompt_ids = tokenizer(row["prompt"], return_tensors="pt").input_ids[0]
-            samples = range(epoch * K, epoch * K + K)  # a later visit never reuses randomness
+            samples = range(epoch * K, epoch * K + K)  # a later rollout never reuses randomness
             responses = generate(
                 model, prompt_ids, partial(uniform, seed, row["id"]), samples,
                 temperature=temperature, max_new_tokens=max_new_tokens, eos_id=tokenizer.eos_token_id,

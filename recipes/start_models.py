@@ -26,9 +26,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tba.generate.native.engine import NativeEngine
+from tba.engine.native.engine import NativeEngine
 from tba.models.load import use_cpu
-from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.evaluation import respond
 from tba.tasks.tldr.reward_model import fit
 from tba.types import Sampling

@@ -36,7 +36,7 @@ from recipes.start_models import (
     write_rows,
 )
 from tba.config import TaskConfig
-from tba.tasks.base import Split
+from tba.tasks.task import Split
 from tba.tasks.tldr.posts import (
     HELD_OUT_POSTS,
     MAX_SUMMARY_TOKENS,

@@ -1,8 +1,8 @@
 """Configs as a run has them, without a run."""
 
 from tba.config import Config
-from tba.launch.memory import Machine, ModelShape
-from tba.launch.resolve import resolve
+from tba.run.memory import Machine, ModelShape
+from tba.run.resolve import resolve
 
 
 def resolved(config: Config, loaded=None, **options) -> Config:

@@ -35,8 +35,8 @@ from chaos_bench.plan import (  # noqa: E402
 )
 from chaos_bench.target import StepWatch, Target, read_json  # noqa: E402
 
-from tba.replay.columns import encode  # noqa: E402
 from tba.replay.durable import GroupStore  # noqa: E402
+from tba.runtime.columns import encode  # noqa: E402
 from tba.types import Prompt, TrajectoryGroup  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import tiny_llama
 
-from tba.policy.model import PolicyModel
+from tba.models.policy import PolicyModel
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -84,7 +84,7 @@ def test_the_searcher_of_the_publish_benchmark_takes_every_version(monkeypatch):
     model = tiny_llama(max_position_embeddings=512)
     searched = copy.deepcopy(model)
     policy, tensors = PolicyModel(model), dict(model.named_parameters())
-    slots = publish.TimedSlots.create(tensors, torch.float32)
+    slots = publish.TimedWeights.create(tensors, torch.float32)
 
     def publish_version(version: int) -> None:
         slots.add_canary(policy.canary(slots.publish(tensors, version=version).tensors))

@@ -18,8 +18,8 @@ import torch
 
 from gpu_bench.models import make_engine, make_model
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, Shape, Workload
-from tba.generate.decoder.build import make_decoder
-from tba.generate.native.engine import NativeEngine
+from tba.engine.decoder.build import make_decoder
+from tba.engine.native.engine import NativeEngine
 from tba.types import Completion, Prompt, Request, Sampling
 
 TIMED_SECONDS = 8.0

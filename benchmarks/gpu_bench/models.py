@@ -6,8 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gpu_bench.workloads import LONGEST, SHAPES, Shape
-from tba.generate.decoder.decoder import Decoder
-from tba.generate.native.engine import NativeEngine
+from tba.engine.decoder.decoder import Decoder
+from tba.engine.native.engine import NativeEngine
 
 STOP_ID = 2
 

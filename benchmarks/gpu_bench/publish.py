@@ -22,13 +22,13 @@ from gpu_bench.models import device, make_engine, small
 from gpu_bench.roles import endless
 from gpu_bench.workloads import BYTES_PER_SECOND, SHAPES, Row
 from tba.config import load_config
-from tba.policy.model import PolicyModel
+from tba.models.policy import PolicyModel
 from tba.runtime.links import Link
 from tba.runtime.placement import PIPES, start_mps
 from tba.runtime.processes import RoleProcess, last_lines
-from tba.runtime.slot_memory import SlotsHandle
-from tba.runtime.weight_slots import WeightSlots
-from tba.search.role import WeightLoader
+from tba.runtime.shared_weights import SharedWeights
+from tba.runtime.weight_memory import SharedWeightsHandle
+from tba.searcher.process import WeightLoader
 from tba.types import Sampling, Weights
 
 WARM = 5
@@ -37,7 +37,7 @@ START_SECONDS, VERSION_SECONDS = 60.0, 20.0
 """Most seconds until the searcher decodes, and until it has one version in use."""
 
 
-class TimedSlots(WeightSlots):
+class TimedWeights(SharedWeights):
     """Slots that note when a version was seen and when it lay in the searcher's own memory."""
 
     seen = fetched = 0.0
@@ -49,7 +49,7 @@ class TimedSlots(WeightSlots):
         return found
 
 
-def search(slots: TimedSlots, model: PreTrainedModel, tell: Callable[[Any], None]) -> None:
+def search(slots: TimedWeights, model: PreTrainedModel, tell: Callable[[Any], None]) -> None:
     """Decode without end, telling what was done last, and when newer weights were seen, fetched and in use."""
     engine = make_engine(model, max_length=512)
     tell("has its engine")
@@ -74,10 +74,10 @@ def search(slots: TimedSlots, model: PreTrainedModel, tell: Callable[[Any], None
         pass
 
 
-def _search_role(link: Link, *, weights: SlotsHandle) -> None:
+def _search_role(link: Link, *, weights: SharedWeightsHandle) -> None:
     """The searcher's process."""
-    slots = TimedSlots.attach(weights)
-    assert isinstance(slots, TimedSlots)
+    slots = TimedWeights.attach(weights)
+    assert isinstance(slots, TimedWeights)
     link.send("runs")
     search(slots, small(), link.send)
 
@@ -90,7 +90,7 @@ def publish_times(times: int, say: Callable[[str], None] = lambda text: None) ->
     """[times, 4]: milliseconds since the trainer's call until a version was written, seen, fetched and in use."""
     model = small()
     tensors = dict(model.named_parameters())
-    slots = WeightSlots.create(tensors, model.dtype, device=device())
+    slots = SharedWeights.create(tensors, model.dtype, device=device())
     first = slots.publish(tensors, version=0)
     log = Path(tempfile.mkdtemp()) / "searcher.log"
     process = RoleProcess("searcher", _search_role, {"weights": slots.handle()}, log=log)

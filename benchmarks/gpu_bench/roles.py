@@ -15,7 +15,7 @@ from gpu_bench.train import make_step, ragged_batch, step_seconds, useful_tokens
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row
 from tba.config import load_config
 from tba.models.load import compile_layers
-from tba.runtime.placement import give_way_to_searchers, start_mps
+from tba.runtime.placement import lower_mps_priority, start_mps
 from tba.types import Request, Sampling
 
 WARM_SECONDS = 180.0
@@ -45,7 +45,7 @@ def _search_role(tokens: Any, go: Any, share: int) -> None:
 def _train_role(tokens: Any, go: Any, share: int) -> None:
     """Trains without end while `go` is set, compiled as runs on one GPU are, counting useful tokens."""
     os.environ[SHARE] = str(share)
-    give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # as in a run
+    lower_mps_priority(load_config(None, ["model.device=cuda"]))  # as in a run
     model = small()
     batch = ragged_batch(model.config.vocab_size)
     step = make_step(model, max_tokens=16_384)

@@ -13,11 +13,11 @@ from gpu_bench.models import make_model
 from gpu_bench.workloads import FLOPS, SHAPES, Row
 from tba.config import TrainConfig
 from tba.models.load import compile_layers
+from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.model import PolicyModel
-from tba.train.batch import Budget
-from tba.train.optimizer import MasterAdamW
-from tba.train.step import TrainStep
+from tba.trainer.batch import Budget
+from tba.trainer.optimizer import MasterAdamW
+from tba.trainer.step import TrainStep
 from tba.types import Batch, Totals
 
 

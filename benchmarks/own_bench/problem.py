@@ -39,8 +39,8 @@ from recipes.start_models import (
     train_start_model,
 )
 from tba.config import ModelConfig
-from tba.launch import evaluate_model
 from tba.models.load import load_model
+from tba.run import evaluate_model
 
 Part = Literal["tuning", "reported", "real_tuning", "real_reported"]
 """Settings may be chosen by looking at tuning problems; the others are only ever reported. `real_`: pretrained models."""

@@ -39,7 +39,7 @@ FAILED_TAIL = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run(problem=..., setting="reuse 1", overrides=("replay.max_trained_per_generated=1",), seed=0)"""
+    """Run(problem=..., setting="reuse 1", overrides=("replay.max_replay_ratio=1",), seed=0)"""
 
     problem: Problem
     setting: str
@@ -74,7 +74,7 @@ class Run:
 
 
 def parse_setting(text: str) -> tuple[str, tuple[str, ...]]:
-    """`reuse1=replay.max_trained_per_generated=1,train.learning_rate=1e-4`, or `paper=configs/paper.yaml`, or both; a bare
+    """`reuse1=replay.max_replay_ratio=1,train.learning_rate=1e-4`, or `paper=configs/paper.yaml`, or both; a bare
     name changes nothing."""
     name, _, overrides = text.partition("=")
     if not re.fullmatch(r"[\w.+-]+", name):
@@ -202,7 +202,7 @@ def scores_at_ends(problem: Problem, start: Mapping[str, float], final: Mapping[
 
 
 MEASURED = (
-    "off_policy/drift", "off_policy/signal", "tb/held_back", "off_policy/kl", "off_policy/ess", "learning_rate", "kl",
+    "off_policy/drift", "off_policy/signal", "tb/masked_fraction", "off_policy/kl", "off_policy/ess", "learning_rate", "kl",
     "entropy", "grad_norm", "completions/mean_length", "reward",
 )  # fmt: skip
 """Metrics of training that are kept, as means over the thirds of a run."""

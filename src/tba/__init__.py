@@ -15,7 +15,7 @@ OF_TRL = (
 def __getattr__(name: str) -> Any:
     """Import the entry points when they are asked for: `import tba` alone stays quick."""
     if name in __all__:
-        from tba import api
+        from tba import trl as api
 
         return getattr(api, name.replace("GRPO", "TBA"))  # TRL's names, for scripts that change their import only
     if name in OF_TRL:

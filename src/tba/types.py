@@ -63,9 +63,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One visit to a prompt.
+    """One rollout of a prompt.
 
-    Request(prompt=prompt, first_sample=16) asks for sample indices 16, 17, ...: a later visit never reuses randomness.
+    Request(prompt=prompt, first_sample=16) asks for sample indices 16, 17, ...: a later rollout never reuses randomness.
     """
 
     prompt: Prompt
@@ -73,9 +73,9 @@ class Request:
     prefix_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32 response tokens already chosen; generation continues after them, positions counted from the response's start."""
     sampling: Sampling | None = None
-    """Overrides the call's sampling for this visit (exploration)."""
-    visit: int = -1
-    """Number of the visit among all visits of the run; -1 = it is not one of them."""
+    """Overrides the call's sampling for this rollout (exploration)."""
+    rollout: int = -1
+    """Number of the rollout among all rollouts of the run; -1 = it is not one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +128,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryGroup:
-    """The responses of one visit to one prompt, sent and stored together.
+    """The responses of One rollout: a prompt, and which of its responses are asked for, sent and stored together.
 
     TrajectoryGroup(id="searcher-0.5f3a91c2/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
     """
@@ -137,12 +137,12 @@ class TrajectoryGroup:
     """Unique in a run, in the form of `GroupId`: no group is stored twice."""
     prompt: Prompt
     trajectories: Sequence[Trajectory]
-    """A tuple of them, or their columns (replay/columns.py). Empty when every reward of the visit failed: it still counts as
-    generated."""
-    visit: int = -1
-    """Number of the visit among all visits of the run; -1 = imported, no visit."""
+    """A tuple of them, or their columns (runtime/columns.py). Empty when every reward of the rollout failed: it still
+    counts as generated."""
+    rollout: int = -1
+    """Number of the rollout among all rollouts of the run; -1 = imported, no rollout."""
     num_lost: int = 0
-    """Responses of the visit that were lost to failing rewards."""
+    """Responses of the rollout that were lost to failing rewards."""
     why_lost: str = ""
     """Why the first of them was lost; empty = none was."""
     searcher: int = 0
@@ -221,7 +221,7 @@ class ResponseCounts:
 
     @property
     def ratio(self) -> float:
-        """How often each response was trained on average. replay.max_trained_per_generated bounds it, second updates
+        """How often each response was trained on average. replay.max_replay_ratio bounds it, second updates
         aside."""
         return (self.trained + self.again) / max(1, self.generated)
 
@@ -250,7 +250,7 @@ class Batch:
     """P prompts x K responses sampled from replay. Responses are P-major: response r is prompt r // K, sample r % K.
 
     `rewards` maps a component's name to its [P, K] values; `reward_PK` and `weight_PK` are filled in by
-    `tba.train.batch.combine` at training time, so that weights and schedules never freeze into stored data.
+    `tba.trainer.batch.combine` at training time, so that weights and schedules never freeze into stored data.
     """
 
     prompt_ids: tuple[str, ...]

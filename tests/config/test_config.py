@@ -6,7 +6,7 @@ import pytest
 from resolved import resolved
 
 from tba.config import ConfigError, Schedule, dump_config, load_config
-from tba.config.files import make_config, read_yaml
+from tba.config.reading import make_config, read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -84,7 +84,7 @@ def test_there_are_shipped_configs():
         ("objective.beta={start: 0.2, end: 0.1}", "objective.beta: a constant schedule has end=0.1"),
         ("train.max_steps", "override 'train.max_steps' has no value"),
         ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
-        ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one visit's 8 responses"),
+        ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one rollout's 8 responses"),
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
         ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
         ("task.name=custom", "task.data is needed for task.name=custom"),
@@ -252,8 +252,8 @@ def test_a_reciprocal_schedule_is_linear_in_1_over_its_value():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["search.explore.reference_share=0.01"], "of the 8 responses of a visit is 0"),
-        (["search.explore.reference_share=0.99"], "of the 8 responses of a visit is 8"),
+        (["search.explore.reference_share=0.01"], "of the 8 responses of a rollout is 0"),
+        (["search.explore.reference_share=0.99"], "of the 8 responses of a rollout is 8"),
     ],
 )
 def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
@@ -264,7 +264,7 @@ def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["mode=sync", "replay.max_trained_per_generated=2"], "replay.max_trained_per_generated=2 cannot be kept"),
+        (["mode=sync", "replay.max_replay_ratio=2"], "replay.max_replay_ratio=2 cannot be kept"),
         (["mode=fixed_lag", "replay.max_lag=0"], "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync"),
         (["replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),
     ],
@@ -281,14 +281,14 @@ def test_what_replay_cannot_keep_is_refused(overrides, words):
         (["mode=sync", "train.updates_per_batch=3"], 1.0, False, 3.0),
         (["mode=sync", "replay.on_policy_probability=0.5", "replay.deduplicate=true"], 0.5, True, 1.0),
         (["mode=fixed_lag", "replay.max_lag=2"], 1.0, False, 1.0),
-        (["replay.max_trained_per_generated=2"], 1.0, False, 2.0),
+        (["replay.max_replay_ratio=2"], 1.0, False, 2.0),
     ],
 )
 def test_what_the_mode_decides_about_replay_gives_way_to_what_was_set(overrides, m, deduplicate, reuse):
     replay = resolved(load_config(None, overrides)).replay
     assert replay.on_policy_probability == m
     assert deduplicate is None or replay.deduplicate is deduplicate
-    assert reuse is None or replay.max_trained_per_generated == reuse
+    assert reuse is None or replay.max_replay_ratio == reuse
 
 
 PACE, DROP, KEEP = (True, False), (False, True), (False, False)
@@ -301,10 +301,10 @@ PACE, DROP, KEEP = (True, False), (False, True), (False, False)
         ([], 1, PACE),
         (["search.num_searchers=12"], 1, PACE),
         (["replay.max_lag=3"], 1, PACE),
-        (["replay.max_trained_per_generated=4"], 4, PACE),
-        (["replay.max_trained_per_generated=4", "train.updates_per_batch=2"], 2, PACE),
-        (["replay.max_trained_per_generated=1.5"], None, KEEP),
-        (["replay.max_trained_per_generated=0.5"], None, KEEP),
+        (["replay.max_replay_ratio=4"], 4, PACE),
+        (["replay.max_replay_ratio=4", "train.updates_per_batch=2"], 2, PACE),
+        (["replay.max_replay_ratio=1.5"], None, KEEP),
+        (["replay.max_replay_ratio=0.5"], None, KEEP),
         (["replay.on_policy_probability=0.9"], None, KEEP),
         (["replay.on_policy_probability=0.9", "replay.max_lag=3"], None, DROP),
         (["replay.imports=[old.jsonl]"], None, KEEP),

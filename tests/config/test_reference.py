@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tba.cli import app
 from tba.config import Config, ConfigError, Schedule, TrainConfig
-from tba.config.base import Section
-from tba.config.reference import default_text, inner_section, reference, type_text
+from tba.config.section import Section
+from tba.config.settings_page import default_text, inner_section, reference, type_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig
 from tba.models.load import add_lora, load_published, merged, with_adapter
+from tba.models.packing import pack
+from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
-from tba.policy.model import PolicyModel
-from tba.policy.packing import pack
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -11,11 +11,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tba.config import GenerateConfig, LoraConfig, ModelConfig
-from tba.generate.make import make_engine, make_scorer, stop_ids_of, with_adapters
+from tba.engine.make_engine import make_engine, make_scorer, stop_ids_of, with_adapters
 from tba.models.load import add_lora, load_model
+from tba.models.packing import pack
+from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
-from tba.policy.model import PolicyModel
-from tba.policy.packing import pack
 from tba.types import Prompt, Request, Sampling
 
 CPU = torch.device("cpu")

@@ -144,14 +144,14 @@ def tb(
     prompts: list[Prompt],
     *,
     beta: float,
-    off_policy: str = "exact",
+    trust_region: str = "none",
     max_drift: float = 0.15,
     usual_drift: float = 0.0,
     frozen: list[Prompt] | None = None,
 ) -> Answer:
     """VarGrad trajectory balance: (beta / 2) * mean residual^2.
 
-    off_policy, max_drift, usual_drift: which part of the gradient is kept, see `kept_share`.
+    trust_region, max_drift, usual_drift: which part of the gradient is kept, see `kept_share`.
 
     beta / 2 turns the gradient into -(1 / n) sum A grad log pi with
     A = (r - rbar) - beta (KL - KLbar), whose scale does not change with beta.
@@ -170,7 +170,7 @@ def tb(
             share = kept_share(
                 response,
                 up=residual < 0,
-                off_policy=off_policy,
+                trust_region=trust_region,
                 max_drift=max_drift,
                 usual_drift=usual_drift,
                 entropy=entropy,
@@ -180,7 +180,7 @@ def tb(
 
 
 def kept_share(
-    response: Response, *, up: bool, off_policy: str, max_drift: float, usual_drift: float, entropy: float
+    response: Response, *, up: bool, trust_region: str, max_drift: float, usual_drift: float, entropy: float
 ) -> np.ndarray:
     """For each chosen token the share of its gradient that is kept, given which way the response is pushed. `entropy`: mean
     -log pi of the prompt's responses when they were generated; `usual_drift`: nats that one update moves log pi."""
@@ -188,12 +188,12 @@ def kept_share(
         pi - old for pi, old, chosen in zip(response.log_pi, response.policy, response.mask, strict=True) if chosen
     ]
     sign = 1.0 if up else -1.0
-    if off_policy == "token":
+    if trust_region == "token":
         return np.array([0.0 if sign * drift > max_drift else 1.0 for drift in drift_T])
-    if off_policy == "response":
+    if trust_region == "response":
         limit = max(max_drift * entropy**0.5, 0.02 * len(drift_T) ** 0.5, 1.5 * usual_drift)
         return np.array(0.0 if sign * sum(drift_T) > limit else 1.0)
-    if off_policy == "taper":
+    if trust_region == "taper":
         return np.array(1.0 if up else min(1.0, np.exp(sum(drift_T))))
     return np.array(1.0)
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from variants import with_constants
 
 from tba.objectives.registry import OBJECTIVES
-from tba.train.batch import _weighted
+from tba.trainer.batch import _weighted
 from tba.types import Batch, Forward, Totals
 
 P, K = 5, 4
 CASES = [
-    ("tb", {"off_policy": "exact"}, 0.3),
-    ("tb", {"off_policy": "response", "max_drift": 0.5}, 0.3),
-    ("tb", {"off_policy": "response", "max_drift": 0.05, "usual_drift": 0.4}, 0.3),
-    ("tb", {"off_policy": "token", "max_drift": 0.3}, 0.3),
-    ("tb", {"off_policy": "taper"}, 0.3),
+    ("tb", {"trust_region": "none"}, 0.3),
+    ("tb", {"trust_region": "response", "max_drift": 0.5}, 0.3),
+    ("tb", {"trust_region": "response", "max_drift": 0.05, "usual_drift": 0.4}, 0.3),
+    ("tb", {"trust_region": "token", "max_drift": 0.3}, 0.3),
+    ("tb", {"trust_region": "taper"}, 0.3),
     ("tb_learned_z", {}, 0.3),
     ("kimi", {}, 0.3),
     ("tba_prime", {"normal_length": 11}, 0.05),

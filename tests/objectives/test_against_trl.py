@@ -37,11 +37,11 @@ from builders import VOCABULARY, tiny_llama, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from tba.objectives.base import Objective
+from tba.models.policy import PolicyModel
 from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.objective import Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO
-from tba.policy.model import PolicyModel
-from tba.train.batch import pack_responses
+from tba.trainer.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals
 
 pytest.importorskip(

@@ -13,8 +13,8 @@ from builders import ragged_batch
 from torch import Tensor
 from variants import with_constants
 
-from tba.objectives.base import Objective
 from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.objective import Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO, generalised_advantages, step_advantages, token_rewards
 from tba.objectives.registry import OBJECTIVES

@@ -11,8 +11,8 @@ from test_against_numpy import Data, K, P, random_data
 from torch import Tensor
 
 from tba.config import ConfigError, load_config
-from tba.objectives.base import centred
 from tba.objectives.grpo import GRPO, DrGRPO, GroupRelative, highest
+from tba.objectives.objective import centred
 from tba.objectives.registry import make_objective
 from tba.types import Batch, Forward
 

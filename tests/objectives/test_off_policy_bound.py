@@ -36,7 +36,7 @@ def shares(drift, push_up, *, rule="response", max_drift=0.1):
     return share_N.view(-1, 4).tolist()
 
 
-def test_a_response_is_held_back_once_it_has_gone_far_enough_the_way_it_is_pushed():
+def test_a_response_is_masked_once_it_has_gone_far_enough_the_way_it_is_pushed():
     # four tokens of -1 nat each: the entropy is 4 nats, the limit .1 * sqrt(4) = .2 nats for the sum
     drift = [[0.06] * 4, [0.06] * 4, [-0.06] * 4, [-0.06] * 4, [0.04] * 4, [-0.04] * 4]
     push_up = [True, False, True, False, True, False]
@@ -83,7 +83,7 @@ def test_a_response_with_unknown_log_probs_says_nothing_of_the_entropy():
         assert share_N.view(2, 4)[:, 0].tolist() == [kept, 1.0]
 
 
-def test_tokens_are_held_back_one_by_one():
+def test_tokens_are_masked_one_by_one():
     drift = [[0.3, 0.1, -0.3, 0.0], [0.3, 0.1, -0.3, 0.0]]
     assert shares(drift, [True, False], rule="token", max_drift=0.2) == [[0, 1, 1, 1], [1, 1, 0, 1]]
 
@@ -102,14 +102,14 @@ def test_unknown_log_probs_hold_nothing_back():
         assert share_N.tolist() == [1.0] * 4
 
 
-def test_a_held_back_response_keeps_its_place_in_log_z_and_gets_no_gradient():
+def test_a_masked_response_keeps_its_place_in_log_z_and_gets_no_gradient():
     """Rewards 1 and 0 at beta 1 and log_ref = 0: log_z = r - log_pi = [1 + 3, 0 + 3.6], mean 3.8. The first is pushed up by
     .2 and has gone up by 1 > .15 x sqrt(4) nats: it is left alone. The second is pushed down and has not gone down."""
     batch, log_pi_N = four_tokens([[0.25] * 4, [0.1] * 4])
     batch = Batch(**{**vars(batch), "reward_PK": torch.tensor([[1.0, 0.0]])})
-    for rule, first in (("exact", -0.1), ("response", 0.0)):
+    for rule, first in (("none", -0.1), ("response", 0.0)):
         leaf = log_pi_N.clone().requires_grad_()
-        loss = TrajectoryBalance(off_policy=rule)(batch, Forward(log_pi_N=leaf), beta=1.0)
+        loss = TrajectoryBalance(trust_region=rule)(batch, Forward(log_pi_N=leaf), beta=1.0)
         (gradient_N,) = torch.autograd.grad(loss.value, leaf)
         # (beta / 2) mean residual^2: d / d log_pi = -residual / 2 for each token of a response
         assert gradient_N.view(2, 4)[0].tolist() == pytest.approx([first] * 4, abs=1e-6)
@@ -120,8 +120,8 @@ def test_a_held_back_response_keeps_its_place_in_log_z_and_gets_no_gradient():
 def test_fresh_data_has_the_gradient_of_exact_trajectory_balance():
     batch = ragged_batch(3, 4)
     gradients = []
-    for rule in ("exact", "response", "token", "taper"):
+    for rule in ("none", "response", "token", "taper"):
         leaf = batch.policy_N.clone().requires_grad_()
-        loss = TrajectoryBalance(off_policy=rule)(batch, Forward(log_pi_N=leaf), beta=0.1)
+        loss = TrajectoryBalance(trust_region=rule)(batch, Forward(log_pi_N=leaf), beta=0.1)
         gradients.append(torch.autograd.grad(loss.value, leaf)[0])
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])

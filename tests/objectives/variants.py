@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tba.objectives.base import Objective
+from tba.objectives.objective import Objective
 
 
 def with_constants(kind: type[Objective], settings: dict[str, Any]) -> Objective:

@@ -44,8 +44,8 @@ def test_a_policy_near_its_target_is_told_once_and_in_the_summary(caplog):
     assert record.getMessage().startswith(f"step {RECENT + 7}: the policy has come 40% of the way")
     summary = watch.summary()
     assert summary["target_reached"] == pytest.approx(0.6)
-    assert "objective.beta=0.1" in summary["words"]
-    assert "0.02" in summary["words"]
+    assert "objective.beta=0.1" in summary["message"]
+    assert "0.02" in summary["message"]
 
 
 def test_without_a_target_nothing_is_said():

@@ -18,7 +18,7 @@ from tba.observe.display import (
     Stability,
     advice,
     duration,
-    pace_words,
+    pace_message,
     save_plot,
     shown,
     stability_line,
@@ -34,18 +34,18 @@ def summary(**changes):
         "final_standard_error": {"accuracy": 0.02},
         "collapse": None,
         "best": {"step": 80, "score": 0.62},
-        "stability": {"drift_nats": 0.021, "held_back": 0.1, "trained_per_generated": 1.0},
+        "stability": {"drift_nats": 0.021, "masked_fraction": 0.1, "trained_per_generated": 1.0},
     }
     return whole | changes
 
 
 def test_means_are_over_the_steps_that_have_the_metric_and_the_rest_is_the_last():
     stability = Stability()
-    stability.step({"off_policy/kl": 0.1, "tb/held_back": 0.2, "buffer/replay_ratio": 0.5, "learning_rate": 1e-4})
+    stability.step({"off_policy/kl": 0.1, "tb/masked_fraction": 0.2, "buffer/replay_ratio": 0.5, "learning_rate": 1e-4})
     stability.step({"buffer/replay_ratio": 0.9, "learning_rate": 2e-4})
-    stability.step({"off_policy/kl": 0.3, "tb/held_back": 0.0})
+    stability.step({"off_policy/kl": 0.3, "tb/masked_fraction": 0.0})
     assert stability.summary() == pytest.approx(
-        {"drift_nats": 0.2, "held_back": 0.1, "trained_per_generated": 0.9, "learning_rate": 2e-4}
+        {"drift_nats": 0.2, "masked_fraction": 0.1, "trained_per_generated": 0.9, "learning_rate": 2e-4}
     )
 
 
@@ -74,10 +74,10 @@ def test_a_trainer_with_time_to_spare_is_told_what_to_do_with_it(stability, told
     assert (waiting_advice(summary(stability=stability)) is not None) is told
 
 
-def test_one_line_tells_alarms_drift_what_was_held_back_and_reuse():
+def test_one_line_tells_alarms_drift_what_was_masked_and_reuse():
     assert stability_line(summary()) == (
         "stability: no alarm; the policy moved 0.021 nats between generating and training a response; "
-        "10% of the gradient was held back; each response was trained 1 times"
+        "10% of the gradient was masked; each response was trained 1 times"
     )
     recovered = summary(collapse={"step": 40, "recovered": 60}, stability={})
     assert stability_line(recovered) == "stability: collapse alarm at step 40, recovered by step 60"
@@ -92,9 +92,9 @@ def test_a_run_went_badly_where_it_collapsed_or_ended_clearly_below_its_best():
 
 
 def test_the_first_thing_to_change_follows_from_what_was_seen():
-    stale = summary(stability={"held_back": 0.6, "trained_per_generated": 4.0})
-    assert "max_trained_per_generated" in advice(stale, auto_rate=True, target_drift=0.18)
-    late = summary(stability={"held_back": 0.6, "trained_per_generated": 1.0})
+    stale = summary(stability={"masked_fraction": 0.6, "trained_per_generated": 4.0})
+    assert "max_replay_ratio" in advice(stale, auto_rate=True, target_drift=0.18)
+    late = summary(stability={"masked_fraction": 0.6, "trained_per_generated": 1.0})
     assert "replay.max_lag=1" in advice(late, auto_rate=True, target_drift=0.18)
     assert "train.learning_rate" in advice(summary(), auto_rate=False, target_drift=0.18)
     assert "train.target_drift=0.09" in advice(summary(), auto_rate=True, target_drift=0.18)
@@ -127,24 +127,24 @@ def test_a_share_that_is_an_accuracy_is_shown_once():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "message"),
     [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (2580, "43 min"), (7830, "2 h 10 min")],
 )
-def test_durations_are_as_a_person_says_them(seconds, words):
-    assert duration(seconds) == words
+def test_durations_are_as_a_person_says_them(seconds, message):
+    assert duration(seconds) == message
 
 
 @pytest.mark.parametrize(
-    ("settings", "waited", "words"),
+    ("settings", "waited", "message"),
     [
         ([], 0.1, "60 steps take 43 min; the trainer is the bottleneck."),
         ([], 0.6, "60 steps take 43 min; generating is the bottleneck, the trainer waits 60% of its time."),
         (["mode=sync"], 0.0, "60 steps take 43 min; searching and training take turns."),
     ],
 )
-def test_a_run_that_is_far_from_done_is_told_how_long_it_takes_and_what_takes_the_time(settings, waited, words):
+def test_a_run_that_is_far_from_done_is_told_how_long_it_takes_and_what_takes_the_time(settings, waited, message):
     config = load_config(None, ["train.max_steps=60", *settings])
-    assert f"at this pace {words}" in pace_words(config, steps=60, seconds=2580.0, waited=waited)
+    assert f"at this pace {message}" in pace_message(config, steps=60, seconds=2580.0, waited=waited)
 
 
 def shown_by(progress: Progress) -> str:
@@ -188,10 +188,10 @@ def test_lines_where_there_is_no_terminal_have_the_time_and_what_is_done(capsys,
     progress = Progress(config, lambda: [doing], lambda: (20.0, 61.0))
     printed = ""
 
-    def comes(words: str) -> bool:
+    def comes(message: str) -> bool:
         nonlocal printed
         printed += capsys.readouterr().err
-        return words in printed
+        return message in printed
 
     assert wait_for(lambda: comes(f"named: step 0 of 60, 20 s elapsed, about 1 min 01 s left; trainer {waits}\n"))
     progress.step(3, {"reward": 0.5, "perf/responses_per_second": 2.0})

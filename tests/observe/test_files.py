@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tba.config import load_config
-from tba.launch.checks import check_before_loading
 from tba.observe.files import JsonlSink, OutputLost, WriteFailures, keep_lines, write_json
 from tba.observe.run_folder import RunFolder
 from tba.replay.database import open_database
+from tba.run.checks import check_before_loading
 from tba.tasks.rewards.worker import open_log
 
 

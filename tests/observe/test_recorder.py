@@ -144,7 +144,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("times", "words"),
+    ("times", "message"),
     [
         # From step 2 on the trainer waited for 25 of every 30 s: 83%.
         (
@@ -156,7 +156,7 @@ class Terminal(io.StringIO):
 )
 @pytest.mark.parametrize("has_panel", [True, False])
 def test_what_takes_the_time_is_decided_from_measured_waits_and_shown_above_the_panel_too(
-    tmp_path, clock, monkeypatch, has_panel, times, words
+    tmp_path, clock, monkeypatch, has_panel, times, message
 ):
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal() if has_panel else io.StringIO()
@@ -168,23 +168,23 @@ def test_what_takes_the_time_is_decided_from_measured_waits_and_shown_above_the_
         clock[0] += 30.0
         recorder.step(step, {"reward": 0.5, **times})
     recorder.close()
-    assert screen.getvalue().count(f"at this pace 60 steps take 30 min; {words}") == 1
+    assert screen.getvalue().count(f"at this pace 60 steps take 30 min; {message}") == 1
 
 
-def rewarded(visit: int, *rewards: float) -> TrajectoryGroup:
+def rewarded(rollout: int, *rewards: float) -> TrajectoryGroup:
     """Responses of one token to a prompt of their own."""
     one = np.zeros(1, np.float32)
     given = {"token_ids": np.array([5], np.int32), "behaviour_log_probs": one, "policy_log_probs": one}
     completions = [
-        Completion(prompt_id=f"p{visit}", sample_index=i, version_spans=((0, 0),), finish="stop", **given)
+        Completion(prompt_id=f"p{rollout}", sample_index=i, version_spans=((0, 0),), finish="stop", **given)
         for i in range(len(rewards))
     ]
     trajectories = [
         Trajectory(completion=c, rewards={"r": reward}, log_ref=one, reference_version=0, loss_mask=one > -1)
         for c, reward in zip(completions, rewards)
     ]
-    prompt = Prompt(id=f"p{visit}", text="about", token_ids=np.array([3], np.int32))
-    return TrajectoryGroup(id=f"g{visit}", prompt=prompt, trajectories=trajectories)
+    prompt = Prompt(id=f"p{rollout}", text="about", token_ids=np.array([3], np.int32))
+    return TrajectoryGroup(id=f"g{rollout}", prompt=prompt, trajectories=trajectories)
 
 
 def test_while_a_run_goes_on_it_says_that_nothing_was_rewarded_until_rewards_differ(tmp_path):
@@ -193,12 +193,12 @@ def test_while_a_run_goes_on_it_says_that_nothing_was_rewarded_until_rewards_dif
     weights, counts = {"r": 1.0}, ResponseCounts()
     recorder = Recorder(config, folder, decode=lambda group: [""] * 16, reward_weights=weights, counts=counts)
     found = []
-    for visit in range(1, 6):
-        recorder.group_received(0, rewarded(visit, *[0.0] * 15, float(visit == 5)))
-        recorder.step(visit, {"reward": 0.0})
+    for rollout in range(1, 6):
+        recorder.group_received(0, rewarded(rollout, *[0.0] * 15, float(rollout == 5)))
+        recorder.step(rollout, {"reward": 0.0})
         found.append(dict(recorder._progress._rows()).get("warning"))
-    words = "so far no response was rewarded: 64 responses, all 0.0"
-    assert found == [None, None, None, words, None], "of the first few it cannot be said"
+    message = "so far no response was rewarded: 64 responses, all 0.0"
+    assert found == [None, None, None, message, None], "of the first few it cannot be said"
     recorder.close()
 
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from tba.observe.watches import FIRST_TOLD, TOLD_TIMES, RewardSignal, no_signal_lines
-from tba.train.state import restore, take_snapshot
+from tba.observe.watches import FIRST_WARNING, WARN_AGAIN_TIMES, RewardSignal, no_signal_lines
+from tba.trainer.state import restore, take_snapshot
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 
@@ -36,9 +36,9 @@ def after(*groups: tuple[str, list[float]]) -> RewardSignal:
 
 def test_it_is_told_after_the_first_responses_and_then_seldom(caplog):
     with caplog.at_level(logging.WARNING):
-        after(*[(f"p{i}", [0.0] * 4) for i in range(FIRST_TOLD // 4 - 1)])
+        after(*[(f"p{i}", [0.0] * 4) for i in range(FIRST_WARNING // 4 - 1)])
         assert not caplog.records
-        after(*[(f"p{i}", [0.0] * 4) for i in range(TOLD_TIMES * FIRST_TOLD // 4)])
+        after(*[(f"p{i}", [0.0] * 4) for i in range(WARN_AGAIN_TIMES * FIRST_WARNING // 4)])
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "so far no response was rewarded: 64 responses",
         "so far no response was rewarded: 512 responses",
@@ -49,7 +49,11 @@ def test_it_is_told_after_the_first_responses_and_then_seldom(caplog):
     "groups",
     [
         [("a", [0.0, 0.0]), ("a", [0.0, 1.0])],
-        [("a", [0.0, 0.0]), ("b", [0.0, 0.0]), ("a", [1.0, 1.0])],  # replay draws the responses of two visits together
+        [
+            ("a", [0.0, 0.0]),
+            ("b", [0.0, 0.0]),
+            ("a", [1.0, 1.0]),
+        ],  # replay draws the responses of two rollouts together
         [("a", [0.0]), ("b", [1.0])],  # one sample a prompt: an objective that allows it compares prompts
     ],
 )
@@ -64,10 +68,10 @@ def test_a_run_without_responses_or_with_rewards_that_are_never_applicable_says_
 def test_the_end_has_two_responses_of_different_groups_with_their_rewards_and_survives_a_checkpoint():
     signal = after(("a", [math.nan, 1.0, 1.0]), ("b", [0.0, 0.0]), ("c", [0.0, 0.0]))
     found = restore(*take_snapshot(signal)).summary()
-    words = "all rewards within each prompt are equal, so there is no gradient: 6 responses to 3 prompts"
-    assert found["words"] == words
+    message = "all rewards within each prompt are equal, so there is no gradient: 6 responses to 3 prompts"
+    assert found["message"] == message
     assert no_signal_lines(found, max_new_tokens=8) == [
-        f"{words}. Nothing could be learned. Two of them:",
+        f"{message}. Nothing could be learned. Two of them:",
         "  prompt 'about a', response 'text 1', reward 1, cut off at generate.max_new_tokens=8",
         "  prompt 'about b', response 'text 0', reward 0, cut off at generate.max_new_tokens=8",
     ]

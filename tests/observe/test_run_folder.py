@@ -29,8 +29,8 @@ def claimed(folder, then: str = "print(flush=True); sys.stdin.read()"):
 
 def test_a_folder_that_a_living_process_has_is_refused_with_its_pid_and_host(tmp_path):
     with claimed(tmp_path) as other:
-        words = f"in use by process {other.pid} on this host \\({socket.gethostname()}\\)"
-        with pytest.raises(FolderInUse, match=words):
+        message = f"in use by process {other.pid} on this host \\({socket.gethostname()}\\)"
+        with pytest.raises(FolderInUse, match=message):
             RunFolder.create(tmp_path, overwrite=True)
         assert holder_of(tmp_path).pid == other.pid
     assert RunFolder.create(tmp_path, overwrite=False).path == tmp_path  # it was killed: the kernel has freed the lock

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from replay_builders import Groups, replay, trajectory
 
-from tba.replay.columns import ResponseColumns, columns_of, pack_responses
+from tba.runtime.columns import ResponseColumns, columns_of, pack_responses
 
 
 def test_columns_lie_end_to_end_and_cut_into_the_same_responses():
@@ -38,7 +38,7 @@ def test_a_version_is_the_oldest_of_its_spans():
     assert pack_responses([member], "test.0/0").versions.tolist() == [4]
 
 
-def test_of_a_visit_that_lost_everything_there_are_columns_of_nothing():
+def test_of_a_rollout_that_lost_everything_there_are_columns_of_nothing():
     columns = pack_responses((), "test.0/0")
     assert not columns
     assert list(columns) == []

@@ -15,9 +15,9 @@ import pytest
 from commands import run_python
 
 from tba.replay import durable
-from tba.replay.columns import ResponseColumns, acknowledged_log, decode, encode, pack_responses
 from tba.replay.database import DurableReplayError, find_database, load_groups, network_filesystem, place_database
 from tba.replay.durable import GroupStore
+from tba.runtime.columns import ResponseColumns, acknowledged_log, decode, encode, pack_responses
 from tba.types import Completion, HighWaterMarks, Prompt, Trajectory, TrajectoryGroup
 
 NAN = np.array([0x7FC12345], np.uint32).view(np.float32)[0]
@@ -55,7 +55,7 @@ def group(number=0, *, sender="searcher-3.aa", responses=2, **options):
         prompt=prompt,
         trajectories=tuple(trajectory(**options) for _ in range(responses)),
         num_lost=1,
-        visit=17,
+        rollout=17,
         searcher=3,
     )
 

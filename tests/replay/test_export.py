@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from tba.cli import app, main
 from tba.config import ModelConfig
-from tba.models.names import resolve_path
+from tba.models.paths import resolve_path
 from tba.replay.database import DurableReplayError
 from tba.replay.durable import GroupStore
-from tba.replay.export import GroupFilter, export, parse_time, parse_versions, table
+from tba.run.export_groups import GroupFilter, export, parse_time, parse_versions, table
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 RUNNER = CliRunner()

@@ -59,8 +59,8 @@ def test_a_whole_file_is_gone_on_with(home):
 def test_damage_is_refused_with_the_number_of_groups_and_salvaged_where_it_is_accepted(home, kind, lost, kept, caplog):
     damaged(home, kind)
     content = home.read_bytes()
-    words = rf"{home} is damaged \(.+\)\. {lost} of 20 stored groups are lost\. .*--resume --accept-lost-replay"
-    with pytest.raises(DurableReplayError, match=words):
+    message = rf"{home} is damaged \(.+\)\. {lost} of 20 stored groups are lost\. .*--resume --accept-lost-replay"
+    with pytest.raises(DurableReplayError, match=message):
         check(home)
     assert home.read_bytes() == content, "nothing is changed before it is accepted"
     check(home, accept_lost=True)

@@ -9,9 +9,9 @@ import torch
 from replay_builders import Groups, contents, prompt, replay, responses, trajectory
 
 from tba.config import ReplayConfig, TrainConfig
-from tba.objectives.base import leave_one_out
+from tba.objectives.objective import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
-from tba.train.batch import batch_metrics, combine
+from tba.trainer.batch import batch_metrics, combine
 from tba.types import NO_ROW, GroupId, TrajectoryGroup
 
 

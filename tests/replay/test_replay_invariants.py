@@ -108,7 +108,7 @@ def test_contents_survive_many_evictions_of_long_and_short_responses():
 
 
 def test_what_is_kept_of_groups_follows_what_is_stored_where_one_old_response_stays():
-    """A prompt that is never visited again keeps the oldest response; 1,000 groups behind it come and go."""
+    """A prompt that is never drawn again keeps the oldest response; 1,000 groups behind it come and go."""
     buffer, groups = replay(capacity_per_prompt=2), Groups()
     buffer.add(groups("old", [[1]]), step=0)
     for number in range(1, 1001):

@@ -97,8 +97,8 @@ def surroundings(link, *, descriptor: int) -> None:
     link.send((os.read(descriptor, 100), os.getcwd(), os.environ.get("TBA_TEST_SETTING"), name))
 
 
-def takes_visits_and_dies(link, *, index: int, **_) -> None:
-    """Searcher 1 asks for four visits and is gone; searcher 0 only listens."""
+def takes_rollouts_and_dies(link, *, index: int, **_) -> None:
+    """Searcher 1 asks for four rollouts and is gone; searcher 0 only listens."""
     if index == 0:
         time.sleep(600)
     link.send(("ask", 4))
@@ -106,16 +106,16 @@ def takes_visits_and_dies(link, *, index: int, **_) -> None:
 
 
 def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
-    """Asks for two visits, sends the group of the first, and fails."""
+    """Asks for two rollouts, sends the group of the first, and fails."""
     import numpy as np
 
     from tba.types import Prompt, TrajectoryGroup
 
     link.send(("ask", 2))
-    _, visits = link.receive(timeout_seconds=60.0)
+    _, rollouts = link.receive(timeout_seconds=60.0)
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
     group_id = f"searcher-0.{incarnation}/0"
-    group = TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(), visit=visits[0].number)
+    group = TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(), rollout=rollouts[0].number)
     link.send(group)
     raise ValueError("and that was all")
 
@@ -141,24 +141,24 @@ def publishes(link, *, weights, count: int) -> None:
     """Publishes versions 1 to `count`, each filled with its own number, as fast as it can."""
     import torch
 
-    from tba.runtime.weight_slots import WeightSlots
+    from tba.runtime.shared_weights import SharedWeights
 
-    slots = WeightSlots.attach(weights)
+    buffers = SharedWeights.attach(weights)
     for version in range(1, count + 1):
-        slots.publish({spec.name: torch.full(spec.shape, float(version)) for spec in slots.layout}, version=version)
+        buffers.publish({spec.name: torch.full(spec.shape, float(version)) for spec in buffers.layout}, version=version)
     link.receive(timeout_seconds=None)
 
 
-def tells_weights(link, *, index: int, incarnation: str, ends) -> None:
+def tells_weights(link, *, index: int, incarnation: str, connection) -> None:
     """Sends a group for each version that it sees, named after the number that fills it, and shows signs of life."""
     import numpy as np
 
     from tba.config import RuntimeConfig
     from tba.runtime.channels import Stopped
-    from tba.runtime.ends import SearcherEnds
+    from tba.runtime.connection import TrainerConnection
     from tba.types import Prompt, TrajectoryGroup
 
-    found = SearcherEnds(link, ends, RuntimeConfig(), index=index, stock=1)
+    found = TrainerConnection(link, connection, RuntimeConfig(), index=index, stock=1)
     prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), -1
     try:
         while True:
@@ -232,16 +232,16 @@ def surroundings_of_a_role(link) -> None:
     link.receive(timeout_seconds=None)
 
 
-def beats_no_more(link, *, board) -> None:
+def beats_no_more(link, *, counters) -> None:
     """A trainer with searchers, of which it has replaced three, that has made a step and now hangs."""
-    from tba.runtime.board import Board, SharedMemory
+    from tba.runtime.counters import SharedCounters, SharedMemory
 
-    row = Board(SharedMemory.attach(board)).trainer
+    row = SharedCounters(SharedMemory.attach(counters)).trainer
     row["searchers"], row["made"], row["replaced"], row["beats"] = 1, 1, 3, 7
     time.sleep(600)
 
 
-def ends(link) -> None:
+def ends_at_once(link) -> None:
     """Has nothing to do."""
 
 

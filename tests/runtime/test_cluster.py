@@ -22,12 +22,12 @@ import torch
 from tba.config import Config, ConfigError, load_config
 from tba.models.weights import make_weights
 from tba.observe.run_folder import MANIFEST, FolderInUse, Holder, RunFolder
-from tba.runtime.board import Board
-from tba.runtime.ends import LocalRuntime
-from tba.runtime.leases import VisitLedger
-from tba.runtime.links import EndsHandle, pickled
-from tba.runtime.slot_memory import Header, data_bytes
-from tba.runtime.weight_slots import WeightSlots
+from tba.runtime.connection import LocalRuntime
+from tba.runtime.counters import SharedCounters
+from tba.runtime.links import ConnectionHandle, pickled
+from tba.runtime.prompt_queue import PromptQueue
+from tba.runtime.shared_weights import SharedWeights
+from tba.runtime.weight_memory import Header, data_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -171,18 +171,18 @@ class Run:
     def __init__(self, logs) -> None:
         from tba.runtime.cluster.roles import ClusterSearchers
 
-        config, board = Config(runtime={"kind": "ray"}), Board.create()
-        self.searchers = ClusterSearchers(config, board, logs)
+        config, counters = Config(runtime={"kind": "ray"}), SharedCounters.create()
+        self.searchers = ClusterSearchers(config, counters, logs)
         self.groups: list[str] = []
         self.runtime = LocalRuntime(
             config.runtime,
-            board,
+            counters,
             self.searchers.start,
             num_searchers=1,
             tensors={"w": torch.zeros(1000)},
             dtype=torch.float32,
             canary=lambda weights: np.full(64, float(weights.version)),
-            ledger=VisitLedger(10, seed=0, shuffle=False),
+            prompt_queue=PromptQueue(10, seed=0, shuffle=False),
         )
 
     def publish(self, *, version: int, value: float) -> None:
@@ -220,15 +220,15 @@ def test_weights_go_out_groups_come_in_and_a_lost_node_is_replaced(run, nodes):
     assert run.groups == [f"{first}/0-7"]
     run.publish(version=1, value=8.0)
     run.drain_until(lambda: f"{first}/1-8" in run.groups)
-    beats = run.runtime.board.heartbeats()["searcher-0"]
-    run.drain_until(lambda: run.runtime.board.heartbeats()["searcher-0"] > beats)
+    beats = run.runtime.counters.heartbeats()["searcher-0"]
+    run.drain_until(lambda: run.runtime.counters.heartbeats()["searcher-0"] > beats)
 
     nodes.remove_node(node, allow_graceful=False)
     nodes.add_node(num_cpus=1)
     run.publish(version=2, value=9.0)
     run.drain_until(lambda: run.groups[-1].endswith("/2-9") and not run.groups[-1].startswith(first))
     assert (
-        run.runtime.board.metrics()["searchers/replaced"] >= 1.0
+        run.runtime.counters.metrics()["searchers/replaced"] >= 1.0
     )  # Ray may choose the lost node once more before it misses it
 
 
@@ -238,31 +238,33 @@ class WaitingHost:
     def __init__(self, logs, target) -> None:
         from tba.runtime.cluster.host import RoleHost
 
-        self.slots = WeightSlots.create({"w": torch.zeros(4)}, torch.float32)
-        ends = EndsHandle(board=Board.create().memory.handle, weights=self.slots.handle(), references=None)
+        self.buffers = SharedWeights.create({"w": torch.zeros(4)}, torch.float32)
+        connection = ConnectionHandle(
+            counters=SharedCounters.create().memory.handle, weights=self.buffers.handle(), references=None
+        )
         self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
         arguments = {"index": 0, "incarnation": "a"}
-        recipe = cloudpickle.dumps((target, {}))
+        program = cloudpickle.dumps((target, {}))
 
         def start() -> None:
-            self.host.start(recipe, arguments, ends=ends, log=str(logs / "searcher.log"), threads=1)
+            self.host.start(program, arguments, connection=connection, log=str(logs / "searcher.log"), threads=1)
             time.sleep(DEADLINE_SECONDS)  # a process ends with the thread that has started it
 
         Thread(target=start, daemon=True).start()
 
     def offer(self) -> None:
         """The first weights arrive."""
-        from tba.runtime.cluster.weights import Offer
+        from tba.runtime.cluster.weight_relay import Offer
 
         offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=np.zeros(64))
-        self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
+        self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.buffers.layout), np.uint8))])
 
     def frames_until(self, enough) -> list[bytes]:
         """What the searcher sends until that is enough, or the time is over; it ends then."""
         found: list[bytes] = []
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not enough(found) and time.monotonic() < deadline:
-            exchanged = self.host.exchange(Board.create().values.tobytes(), 0.1)
+            exchanged = self.host.exchange(SharedCounters.create().values.tobytes(), 0.1)
             found += exchanged.frames
         self.host.signal(signal.SIGKILL)
         return found

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tba.config import load_config
-from tba.runtime.placement import PIPES, PRIORITY, give_way_to_searchers, start_mps, why_no_mps
+from tba.runtime.placement import PIPES, PRIORITY, lower_mps_priority, start_mps, why_no_mps
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_trainer_gives_way_to_searchers_that_share_its_gpu_through_a_daemon(mo
     monkeypatch.setenv(PRIORITY, "")  # so that what is set below does not outlive this test
     monkeypatch.delenv(PRIORITY)
     monkeypatch.delenv(PIPES, raising=False)
-    give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # there is no daemon
+    lower_mps_priority(load_config(None, ["model.device=cuda"]))  # there is no daemon
     monkeypatch.setenv(PIPES, "/somewhere")
-    give_way_to_searchers(load_config(None, ["model.device=cuda", "mode=sync"]))
-    give_way_to_searchers(load_config(None, [*apart]))
+    lower_mps_priority(load_config(None, ["model.device=cuda", "mode=sync"]))
+    lower_mps_priority(load_config(None, [*apart]))
     assert PRIORITY not in os.environ
-    give_way_to_searchers(load_config(None, ["model.device=cuda"]))
+    lower_mps_priority(load_config(None, ["model.device=cuda"]))
     assert os.environ[PRIORITY] == "1"
     monkeypatch.setenv(PRIORITY, "0")  # a user's own word is kept
-    give_way_to_searchers(load_config(None, ["model.device=cuda"]))
+    lower_mps_priority(load_config(None, ["model.device=cuda"]))
     assert os.environ[PRIORITY] == "0"

@@ -24,7 +24,7 @@ from tba.runtime.placement import VISIBLE, RolePlacement, must_hide, see_only
 )
 def test_weight_slots_lie_on_the_gpu_that_all_roles_use_or_in_host_memory(trainer, searchers, lie_on):
     found = RolePlacement(trainer=tuple(trainer), searchers=tuple(searchers), later=frozenset(searchers))
-    assert found.slots_device == lie_on
+    assert found.shared_weights_device == lie_on
 
 
 def placement(*overrides: str, auto: str = "cuda:0") -> RolePlacement:
@@ -35,14 +35,14 @@ def test_a_searcher_that_may_join_on_another_gpu_keeps_the_slots_in_host_memory(
     found = placement("model.device=cuda", "search.devices=[cuda:0, cuda:1]")
     assert found.searchers == ("cuda:0",)
     assert found.later == {"cuda:0", "cuda:1"}
-    assert found.slots_device == "cpu"
+    assert found.shared_weights_device == "cpu"
 
 
 def test_auto_and_cuda_are_the_first_gpu():
-    assert placement("search.devices=cuda").slots_device == "cuda:0"
-    assert placement("model.device=cuda").slots_device == "cuda:0"
-    assert placement("search.devices=cuda", auto="cpu").slots_device == "cpu"
-    assert placement(auto="cpu").slots_device == "cpu"
+    assert placement("search.devices=cuda").shared_weights_device == "cuda:0"
+    assert placement("model.device=cuda").shared_weights_device == "cuda:0"
+    assert placement("search.devices=cuda", auto="cpu").shared_weights_device == "cpu"
+    assert placement(auto="cpu").shared_weights_device == "cpu"
 
 
 def test_a_gpu_is_shared_where_several_roles_use_it():
@@ -64,8 +64,8 @@ def test_vllm_sees_its_own_gpu_only_and_then_gets_weights_through_host_memory():
     everywhere = "model.device=cuda:1"
     native, vllm = load_config(None, [everywhere]), load_config(None, [everywhere, "generate.engine=vllm"])
     assert [must_hide(config.for_searcher(0)) for config in (native, vllm)] == [False, True]
-    assert [RolePlacement.of(config).slots_device for config in (native, vllm)] == ["cuda:1", "cpu"]
-    assert placement("generate.engine=vllm").slots_device == "cuda:0"
+    assert [RolePlacement.of(config).shared_weights_device for config in (native, vllm)] == ["cuda:1", "cpu"]
+    assert placement("generate.engine=vllm").shared_weights_device == "cuda:0"
 
 
 @pytest.mark.parametrize(("visible", "left"), [(None, "2"), ("4, 5,GPU-8d1", "GPU-8d1")])
@@ -79,5 +79,5 @@ def test_all_gpus_but_one_are_hidden(visible, left, monkeypatch):
 
 def test_each_rank_of_a_trainer_has_a_gpu_of_its_own_and_slots_lie_in_host_memory_then():
     found = placement("model.device=cuda", "train.ranks=2")
-    assert (found.trainer, found.slots_device) == (("cuda:0", "cuda:1"), "cpu")
+    assert (found.trainer, found.shared_weights_device) == (("cuda:0", "cuda:1"), "cpu")
     assert placement("model.device=cpu", "train.ranks=3").trainer == ("cpu",)

@@ -1,4 +1,4 @@
-"""Searchers under their trainer: what becomes of the visits of those that are gone. Searchers are real processes here."""
+"""Searchers under their trainer: what becomes of the rollouts of those that are gone. Searchers are real processes here."""
 
 import time
 
@@ -8,12 +8,12 @@ import targets
 import torch
 
 from tba.config import Config, RuntimeConfig
-from tba.runtime.board import Board
-from tba.runtime.ends import LocalRuntime
-from tba.runtime.leases import VisitLedger
+from tba.runtime.connection import LocalRuntime
+from tba.runtime.counters import SharedCounters
 from tba.runtime.placement import BELOW_NORMAL, PRIORITY
 from tba.runtime.processes import RoleDied
-from tba.runtime.searchers import MAX_EARLY_ENDS, local_starter
+from tba.runtime.prompt_queue import PromptQueue
+from tba.runtime.searcher_pool import MAX_EARLY_ENDS, local_starter
 from tba.types import TrajectoryGroup
 
 DEADLINE_SECONDS = 60.0
@@ -22,7 +22,7 @@ TENSORS = {"w": torch.zeros(4)}
 
 @pytest.fixture(autouse=True)
 def little_time_to_stop(monkeypatch):
-    monkeypatch.setattr("tba.runtime.searchers.STOP_SECONDS", 1.0)
+    monkeypatch.setattr("tba.runtime.searcher_pool.STOP_SECONDS", 1.0)
 
 
 class Run:
@@ -33,13 +33,13 @@ class Run:
         self.groups: list[TrajectoryGroup] = []
         self.runtime = LocalRuntime(
             config,
-            Board.create(),
+            SharedCounters.create(),
             local_starter(Config(runtime=config), logs),
             num_searchers=num_searchers,
             tensors=TENSORS,
             dtype=torch.float32,
             canary=lambda weights: np.zeros(64),
-            ledger=VisitLedger(10, seed=0, shuffle=False),
+            prompt_queue=PromptQueue(10, seed=0, shuffle=False),
             **options,
         )
 
@@ -66,50 +66,50 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.runtime.searchers.FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("tba.runtime.searcher_pool.FIRST_BACK_OFF_SECONDS", 0.01)
     run = Run(tmp_path / "logs")  # a folder that somebody has deleted
     yield run
     run.close()
 
 
-def test_visits_of_a_place_that_is_given_up_go_to_the_others(run):
+def test_rollouts_of_a_place_that_is_given_up_go_to_the_others(run):
     """Its last process may have held none: all that were ever handed back are given to searcher 0."""
-    runtime = run.start(targets.takes_visits_and_dies, num_searchers=2)
-    run.drain_until(lambda: runtime.board.places().get(1) == "given_up")
+    runtime = run.start(targets.takes_rollouts_and_dies, num_searchers=2)
+    run.drain_until(lambda: runtime.counters.places().get(1) == "given_up")
     run.drain_until(lambda: len(runtime.pool.incarnations()) == 1)
-    assert runtime.ledger.num_handed_back == 0
+    assert runtime.prompt_queue.num_handed_back == 0
     (holder,) = run.holders
     assert holder.startswith("searcher-0")
-    assert runtime.ledger.hand_back(holder) == 4
+    assert runtime.prompt_queue.hand_back(holder) == 4
 
 
 def test_a_group_that_arrived_is_not_made_again_although_its_searcher_is_lost(run):
-    """The group and the failure arrive together: only the other visit is handed back."""
+    """The group and the failure arrive together: only the other rollout is handed back."""
     runtime = run.start(targets.sends_a_group_and_dies, num_searchers=1)
-    run.drain_until(lambda: run.groups and runtime.ledger.num_handed_back == 1)
-    assert run.groups[0].visit == 0
-    assert [visit.number for visit in runtime.ledger.lease("another", 1)] == [1]
+    run.drain_until(lambda: run.groups and runtime.prompt_queue.num_handed_back == 1)
+    assert run.groups[0].rollout == 0
+    assert [rollout.number for rollout in runtime.prompt_queue.lease("another", 1)] == [1]
 
 
 def test_a_searcher_that_loads_its_model_counts_as_progress(run):
-    runtime = run.start(targets.takes_visits_and_dies, num_searchers=1)
-    run.drain_until(lambda: runtime.board.places().get(0) == "filled")
-    first = runtime.board.searchers_progress()
-    assert runtime.board.searchers_progress() != first
+    runtime = run.start(targets.takes_rollouts_and_dies, num_searchers=1)
+    run.drain_until(lambda: runtime.counters.places().get(0) == "filled")
+    first = runtime.counters.searchers_progress()
+    assert runtime.counters.searchers_progress() != first
 
 
 def test_a_searcher_that_sends_nonsense_is_replaced_and_in_the_end_given_up(run):
     runtime = run.start(targets.sends_nonsense, num_searchers=1)
     with pytest.raises(RoleDied, match="cannot be read"):
         run.drain_until(lambda: False)
-    assert runtime.board.replaced == MAX_EARLY_ENDS
+    assert runtime.counters.replaced == MAX_EARLY_ENDS
 
 
 def test_a_machine_that_has_no_process_left_is_an_error_in_the_end(run, monkeypatch):
     def refuses(*_, **__):
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("tba.runtime.searchers.RoleProcess", refuses)
+    monkeypatch.setattr("tba.runtime.searcher_pool.RoleProcess", refuses)
     run.start(targets.sends_nonsense, num_searchers=1)
     with pytest.raises(RoleDied, match="searcher-0 could not be started: Resource temporarily unavailable"):
         run.drain_until(lambda: False)
@@ -119,10 +119,10 @@ def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
     runtime = run.start(targets.sends_its_incarnation, num_searchers=2)
     run.drain_until(lambda: len(run.holders) == 2)
     before = set(run.holders)
-    runtime.ledger.lease(min(before), 3)
+    runtime.prompt_queue.lease(min(before), 3)
     runtime.evaluate(7)
     runtime.replace_searchers({})
-    assert runtime.ledger.num_handed_back == 3
+    assert runtime.prompt_queue.num_handed_back == 3
     run.groups.clear()
     run.drain_until(lambda: len(run.groups) == 2)
     assert {group.id.partition("/")[0] for group in run.groups} == set(run.holders)
@@ -131,12 +131,12 @@ def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
 
 def test_a_searcher_that_dies_is_replaced_while_the_trainer_is_in_the_middle_of_a_step(run):
     """Nobody looks for messages meanwhile."""
-    runtime = run.start(targets.takes_visits_and_dies, num_searchers=1)
+    runtime = run.start(targets.takes_rollouts_and_dies, num_searchers=1)
     run.drain_until(lambda: run.holders)
     (first,) = runtime.pool.incarnations()
     first.process.kill()
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while runtime.board.replaced == 0 or not run.holders:
+    while runtime.counters.replaced == 0 or not run.holders:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert run.holders != [first.holder]
@@ -145,10 +145,10 @@ def test_a_searcher_that_dies_is_replaced_while_the_trainer_is_in_the_middle_of_
 def test_the_number_of_searchers_follows_what_is_asked_for_from_outside(run):
     runtime = run.start(targets.waits, num_searchers=1)
     for count in (3, 2):
-        runtime.board.supervisor["searchers_wanted"] = count
+        runtime.counters.supervisor["searchers_wanted"] = count
         run.drain_until(lambda count=count: len(run.holders) == count)
     assert sorted(holder.partition(".")[0] for holder in run.holders) == ["searcher-0", "searcher-1"]
-    assert runtime.board.replaced == 0
+    assert runtime.counters.replaced == 0
 
 
 def test_a_searcher_does_not_give_way_on_a_gpu_as_its_trainer_does(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The named waits: each has a deadline, a name on the board, and words."""
+"""The named waits: each has a deadline, a name in the status, and a message."""
 
 import math
 import re
@@ -10,14 +10,14 @@ import torch
 
 from tba.config import RuntimeConfig
 from tba.runtime import channels, deadlines
-from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
+from tba.runtime.connection import TrainerConnection
+from tba.runtime.counters import SharedCounters
 from tba.runtime.deadlines import Idleness, Waiting
-from tba.runtime.ends import SearcherEnds
-from tba.runtime.leases import Visit, VisitLedger, VisitSource
-from tba.runtime.links import EndsHandle
-from tba.runtime.weight_slots import WeightSlots
-from tba.search.prompts import PacedVisits, PromptStream
+from tba.runtime.links import ConnectionHandle
+from tba.runtime.prompt_queue import PromptQueue, RolloutRequest, RolloutSource
+from tba.runtime.shared_weights import SharedWeights
+from tba.searcher.pace import PacedRollouts, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
 NOBODY = Waiting(waiter="nobody", awaited="nothing", setting="none")
@@ -37,17 +37,17 @@ class Recording:
 
 
 @pytest.fixture
-def board():
-    return Board.create()
+def counters():
+    return SharedCounters.create()
 
 
 @pytest.fixture
-def ends_on(board):
+def ends_on(counters):
     """Makes a searcher's ends on a link."""
-    slots = WeightSlots.create({"w": torch.zeros(1)}, torch.float32)
-    handle = EndsHandle(board=board.memory.handle, weights=slots.handle(), references=None)
-    board.trainer["made"] = 1  # or every wait would be patient with its first step
-    return lambda link, **config: SearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
+    slots = SharedWeights.create({"w": torch.zeros(1)}, torch.float32)
+    handle = ConnectionHandle(counters=counters.memory.handle, weights=slots.handle(), references=None)
+    counters.trainer["made"] = 1  # or every wait would be patient with its first step
+    return lambda link, **config: TrainerConnection(link, handle, RuntimeConfig(**config), index=0, stock=1)
 
 
 def group(number: int) -> TrajectoryGroup:
@@ -55,7 +55,7 @@ def group(number: int) -> TrajectoryGroup:
 
 
 def test_waiting_shows_on_the_board_and_is_counted():
-    row = Board.create().searcher(0)
+    row = SharedCounters.create().searcher(0)
     seen = []
 
     def ready() -> bool:
@@ -69,7 +69,7 @@ def test_waiting_shows_on_the_board_and_is_counted():
 
 
 def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
-    row = Board.create().searcher(0)
+    row = SharedCounters.create().searcher(0)
     seen = []
 
     def ready() -> bool:
@@ -97,7 +97,7 @@ def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
 
 
 def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group(ends_on, monkeypatch):
-    monkeypatch.setattr("tba.runtime.ends.WINDOW", 2)
+    monkeypatch.setattr("tba.runtime.connection.WINDOW", 2)
     looks = []
 
     def arriving():
@@ -105,28 +105,28 @@ def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group(ends_on, mon
         return [("stored", ("g0",))] if len(looks) == 3 else []
 
     link = Recording(arriving)
-    ends = ends_on(link)
+    connection = ends_on(link)
     for number in range(3):
-        ends.send(group(number))
+        connection.send(group(number))
     assert [message.id for message in link.sent] == ["g0", "g1", "g2"]
     assert looks == [2, 2, 2]
 
 
 def test_a_channel_that_stays_full_is_an_error_that_names_both_sides(ends_on, monkeypatch):
-    monkeypatch.setattr("tba.runtime.ends.WINDOW", 1)
-    ends = ends_on(Recording(), wait_seconds=0.02)
-    ends.send(group(0))
+    monkeypatch.setattr("tba.runtime.connection.WINDOW", 1)
+    connection = ends_on(Recording(), wait_seconds=0.02)
+    connection.send(group(0))
     with pytest.raises(
         WaitedTooLong,
         match=r"has not stored 1 groups .* \(channel_full: a searcher waited for the trainer, and "
         r"nothing moved for runtime\.wait_seconds=0\.02 s; last heartbeat: the trainer none yet\)",
     ):
-        ends.send(group(1))
+        connection.send(group(1))
 
 
 def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():
     """One searcher beats while the other has been silent since before anybody looked; a third is still loading."""
-    row, beats = Board.create().searcher(0), {"searcher-0": 5.0, "searcher-1": 9.0, "searcher-2": 0.0}
+    row, beats = SharedCounters.create().searcher(0), {"searcher-0": 5.0, "searcher-1": 9.0, "searcher-2": 0.0}
 
     def heartbeats() -> dict[str, float]:
         beats["searcher-0"] += 1
@@ -144,19 +144,19 @@ def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():
             waiting=waiting,
             explain=lambda: "16 responses lack",
         )
-    words = str(error.value)
-    assert words.startswith(
+    message = str(error.value)
+    assert message.startswith(
         "16 responses lack (replay_ratio: the trainer waited for 3 searchers, and nothing moved for "
         "runtime.wait_seconds=0.1 s; last heartbeat: "
     )
-    assert re.search(r"searcher-1 more than 0\.1 s ago", words)
-    assert "searcher-2 none yet" in words
-    assert "searcher-0 0.0 s ago" in words
+    assert re.search(r"searcher-1 more than 0\.1 s ago", message)
+    assert "searcher-2 none yet" in message
+    assert "searcher-0 0.0 s ago" in message
 
 
 def test_a_wait_in_which_nothing_moves_is_told_once_long_before_its_deadline(monkeypatch, caplog):
-    monkeypatch.setattr(channels, "TOLD_AFTER_SECONDS", 0.01)
-    row, looks = Board.create().searcher(0), []
+    monkeypatch.setattr(channels, "WARN_AFTER_SECONDS", 0.01)
+    row, looks = SharedCounters.create().searcher(0), []
 
     def ready() -> bool:
         looks.append(caplog.text)
@@ -167,11 +167,11 @@ def test_a_wait_in_which_nothing_moves_is_told_once_long_before_its_deadline(mon
 
 
 def prompts() -> PromptStream:
-    return PromptStream(PROMPTS, VisitSource.of(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=2)
+    return PromptStream(PROMPTS, RolloutSource.of(PromptQueue(len(PROMPTS), seed=0)), samples_per_prompt=2)
 
 
-def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedVisits:
-    return PacedVisits(
+def rollouts(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedRollouts:
+    return PacedRollouts(
         prompts=settings.get("prompts") or prompts(),
         index=0,
         steps_per_batch=1,
@@ -179,7 +179,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         max_lag=max_lag,
         most_lag=settings.get("most_lag", lambda: math.inf),
         spare_lag=settings.get("spare_lag", 9),
-        visit_lag=settings.get("visit_lag", lambda: 0.0),
+        rollout_lag=settings.get("rollout_lag", lambda: 0.0),
         trainer_waits=settings.get("trainer_waits", lambda: False),
         max_unscored=4,
         version=version,
@@ -187,20 +187,20 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         unscored=settings.get("unscored", lambda: 0),
         lost=settings.get("lost", lambda: 0),
         tick=tick,
-        row=Board.create().searcher(0),
+        row=SharedCounters.create().searcher(0),
         deadline_seconds=deadline,
         progress=settings.get("progress", lambda: 0.0),
     )
 
 
-def test_without_a_limit_every_visit_may_start():
-    stream = visits(lambda: 0, max_lag=None)
+def test_without_a_limit_every_rollout_may_start():
+    stream = rollouts(lambda: 0, max_lag=None)
     assert all(next(stream) is not None for _ in range(20))
 
 
-def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
+def test_at_lag_0_a_step_worth_of_rollouts_starts_per_version():
     version = [0]
-    stream = visits(lambda: version[0], max_lag=0)
+    stream = rollouts(lambda: version[0], max_lag=0)
     assert next(stream) is not None
     assert next(stream) is not None
     assert next(stream) is None  # two are running
@@ -208,44 +208,45 @@ def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
     assert next(stream) is not None
 
 
-def test_visits_that_brought_nothing_do_not_count_as_trained_on():
-    """Two visits a step: with 3 of the first lost, visit 4 belongs to the batch of step 0 and visit 5 to that of step 1."""
+def test_rollouts_that_brought_nothing_do_not_count_as_trained_on():
+    """Two rollouts a step: with 3 of the first lost, rollout 4 belongs to the batch of step 0 and rollout 5 to that of
+    step 1."""
     lost = [0]
-    stream = visits(lambda: 0, max_lag=0, lost=lambda: lost[0])
+    stream = rollouts(lambda: 0, max_lag=0, lost=lambda: lost[0])
     assert [next(stream) is not None for _ in range(3)] == [True, True, False]
     lost[0] = 3
     assert [next(stream) is not None for _ in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
-    ("visit_lag", "started"),
-    # Two visits a step. Limit 1: those of the steps 0 and 1; limit 1.5: also the first of step 2.
+    ("rollout_lag", "started"),
+    # Two rollouts a step. Limit 1: those of the steps 0 and 1; limit 1.5: also the first of step 2.
     [(0.0, 4), (0.5, 5), (0.6, 6), (1.0, 6), (1.3, 7), (3.0, 10), (9.0, 14)],
 )
-def test_the_limit_follows_what_visits_take_up_to_the_largest_lag(visit_lag, started):
-    stream = visits(lambda: 0, max_lag=6, spare_lag=1, visit_lag=lambda: visit_lag)
+def test_the_limit_follows_what_rollouts_take_up_to_the_largest_lag(rollout_lag, started):
+    stream = rollouts(lambda: 0, max_lag=6, spare_lag=1, rollout_lag=lambda: rollout_lag)
     assert next(index for index in range(20) if next(stream) is None) == started
 
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(
     ("most_lag", "started"),
-    # Two visits a step. None of step 1 may start on version 0; half of them; all.
+    # Two rollouts a step. None of step 1 may start on version 0; half of them; all.
     [(0.0, 2), (0.4, 3), (0.5, 3), (1.0, 4)],
 )
 def test_long_updates_leave_little_lag_also_while_the_trainer_waits(most_lag, started, waits):
-    stream = visits(lambda: 0, max_lag=6, spare_lag=1, most_lag=lambda: most_lag, trainer_waits=lambda: waits)
+    stream = rollouts(lambda: 0, max_lag=6, spare_lag=1, most_lag=lambda: most_lag, trainer_waits=lambda: waits)
     assert next(index for index in range(20) if next(stream) is None) == started
 
 
 def test_between_two_publications_no_newer_weights_are_waited_for():
-    stream = visits(lambda: 0, max_lag=6, spare_lag=4, most_lag=lambda: 0.0)  # a publication every fourth step
+    stream = rollouts(lambda: 0, max_lag=6, spare_lag=4, most_lag=lambda: 0.0)  # a publication every fourth step
     assert next(index for index in range(20) if next(stream) is None) == 8
 
 
 def test_while_the_trainer_waits_the_limit_is_a_step_more():
     waits = [False]
-    stream = visits(lambda: 0, max_lag=6, spare_lag=1, trainer_waits=lambda: waits[0])
+    stream = rollouts(lambda: 0, max_lag=6, spare_lag=1, trainer_waits=lambda: waits[0])
     assert next(index for index in range(20) if next(stream) is None) == 4
     waits[0] = True
     assert next(index for index in range(20) if next(stream) is None) == 2
@@ -254,11 +255,11 @@ def test_while_the_trainer_waits_the_limit_is_a_step_more():
 
 
 def test_where_trainer_and_searcher_wait_for_long_the_limit_is_the_largest_lag(monkeypatch):
-    """Another searcher may have the visits that both wait for. An update that takes long is no wait, and what this searcher
-    has not finished itself is no reason to begin more."""
+    """Another searcher may have the rollouts that both wait for. An update that takes long is no wait, and what this
+    searcher has not finished itself is no reason to begin more."""
     clock, waits, running, version = [0.0], [False], [1], [0]
     monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    stream = visits(
+    stream = rollouts(
         lambda: version[0],
         max_lag=6,
         spare_lag=1,
@@ -281,33 +282,33 @@ def test_where_trainer_and_searcher_wait_for_long_the_limit_is_the_largest_lag(m
     assert most_after(9.0) == 1
 
 
-def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():
-    stock = VisitSource(lambda count: None, size=4)
-    stock.add([Visit(number=number, prompt=0, epoch=number) for number in (1, 3, 5)])  # for the steps 0, 1, 2
-    stream = visits(lambda: 0, max_lag=1, prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2))
+def test_the_number_of_a_rollout_says_which_step_it_is_for_whoever_makes_it():
+    stock = RolloutSource(lambda count: None, size=4)
+    stock.add([RolloutRequest(number=number, prompt=0, epoch=number) for number in (1, 3, 5)])  # for the steps 0, 1, 2
+    stream = rollouts(lambda: 0, max_lag=1, prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2))
     assert next(stream) is not None
     assert next(stream) is not None
     assert next(stream) is None
 
 
-def test_without_a_visit_at_hand_nothing_starts_until_one_comes():
-    stock = VisitSource(lambda count: None, size=4)
-    stream = visits(
+def test_without_a_rollout_at_hand_nothing_starts_until_one_comes():
+    stock = RolloutSource(lambda count: None, size=4)
+    stream = rollouts(
         lambda: 0,
         max_lag=None,
         prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2),
-        tick=lambda: stock.add([Visit(number=7, prompt=3, epoch=0)]),
+        tick=lambda: stock.add([RolloutRequest(number=7, prompt=3, epoch=0)]),
         deadline=10.0,
     )
     request = next(stream)
     assert request is not None
-    assert (request.visit, request.prompt.id) == (7, "p3")
+    assert (request.rollout, request.prompt.id) == (7, "p3")
 
 
 def test_a_deadline_does_not_count_while_the_awaited_role_works(monkeypatch):
     """Progress at every tenth look, a deadline of thirty: it never passes. The clock goes by looks: on a busy machine this
     process may rest for longer than that between two of them."""
-    row, looks = Board.create().searcher(0), [0]
+    row, looks = SharedCounters.create().searcher(0), [0]
     monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: looks[0] * POLL_SECONDS))
 
     def ready() -> bool:
@@ -347,14 +348,14 @@ def test_a_searcher_with_nothing_running_waits_for_newer_weights():
     def tick() -> None:
         version[0] += 1
 
-    stream = visits(lambda: version[0], max_lag=0, generated=lambda: 2, tick=tick, deadline=10.0)
+    stream = rollouts(lambda: version[0], max_lag=0, generated=lambda: 2, tick=tick, deadline=10.0)
     next(stream), next(stream)
     assert next(stream) is not None
     assert version[0] == 1
 
 
 def test_weights_that_never_come_are_an_error():
-    stream = visits(lambda: 0, max_lag=0, generated=lambda: 2)
+    stream = rollouts(lambda: 0, max_lag=0, generated=lambda: 2)
     next(stream), next(stream)
     with pytest.raises(
         WaitedTooLong,
@@ -364,5 +365,5 @@ def test_weights_that_never_come_are_an_error():
         next(stream)
 
 
-def test_a_slow_reward_holds_back_new_visits():
-    assert next(visits(lambda: 0, max_lag=None, generated=lambda: -1, unscored=lambda: 4)) is None
+def test_a_slow_reward_holds_back_new_rollouts():
+    assert next(rollouts(lambda: 0, max_lag=None, generated=lambda: -1, unscored=lambda: 4)) is None

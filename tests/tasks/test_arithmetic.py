@@ -9,8 +9,8 @@ import torch
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import ModelConfig, TaskConfig
-from tba.launch import evaluate_model
 from tba.models.load import load_model
+from tba.run import evaluate_model
 from tba.tasks.arithmetic.problems import (
     LARGEST,
     ArithmeticTask,
@@ -25,8 +25,8 @@ from tba.tasks.arithmetic.problems import (
     validation_problems,
     work,
 )
-from tba.tasks.base import TaskInputs
 from tba.tasks.gsm8k import final_number, same_number
+from tba.tasks.task import TaskInputs
 from tba.types import Completion
 
 HELD_OUT_FIRST = (

@@ -12,12 +12,12 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import RewardConfig, TaskConfig, load_config
-from tba.launch import train
-from tba.tasks.data.prompts import encode
+from tba.run import train
+from tba.tasks.data.make_prompt import encode
 from tba.tasks.outcomes import RewardFailed
 from tba.tasks.registry import make_task
-from tba.tasks.rewards.files import check_reward_function, load_reward_function
 from tba.tasks.rewards.functions import RewardFunction, RewardSet, named_rewards
+from tba.tasks.rewards.load_function import check_reward_function, load_reward_function
 from tba.types import Completion
 
 CHAT = [{"role": "user", "content": "Mia has 3 pens."}]
@@ -121,11 +121,11 @@ def test_fewer_than_twenty_rows_are_trained_on_and_evaluated_on_alike(tokenizer,
     few = custom(tokenizer, write("few.jsonl", ROWS[:3]), write("rewards.py", SCORE) + ":score")
     assert [p.text for p in few.prompts("train")] == [p.text for p in few.prompts("held_out")]
     assert len(few.prompts("train")) == 3
-    assert few.split_words.startswith("trains and is evaluated on the same 3 prompts")
+    assert few.split_message.startswith("trains and is evaluated on the same 3 prompts")
     many = custom(tokenizer, write("many.jsonl", ROWS), write("rewards.py", SCORE) + ":score")
     train, held_out = (len(many.prompts(split)) for split in ("train", "held_out"))
     words = f"trains on {train} prompts and is evaluated on {held_out} others (task.eval_fraction=0.1)."
-    assert many.split_words == words
+    assert many.split_message == words
 
 
 def test_eval_data_is_the_held_out_split(tokenizer, write):

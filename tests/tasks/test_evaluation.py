@@ -8,10 +8,9 @@ import pytest
 from problem import make_config, write_problem
 from resolved import resolved
 
-from tba.launch.run import load_inputs
-from tba.runtime.board import Board
-from tba.search.loop import make_search_engine
-from tba.tasks.base import FinishedGroup
+from tba.run.modes import load_inputs
+from tba.runtime.counters import SharedCounters
+from tba.searcher.loop import make_search_engine
 from tba.tasks.evaluation import (
     CountedEngine,
     Distance,
@@ -22,6 +21,7 @@ from tba.tasks.evaluation import (
 )
 from tba.tasks.outcomes import RewardFailed
 from tba.tasks.rewards.pool import DirectRewards
+from tba.tasks.task import FinishedGroup
 from tba.types import Completion, Prompt, Request
 
 
@@ -86,7 +86,7 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     config = resolved(config, inputs.loaded)
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
     engine = make_search_engine(config, inputs.loaded)
-    row, seen = Board.create().trainer, []
+    row, seen = SharedCounters.create().trainer, []
     found = evaluator(CountedEngine(engine, row), lambda: seen.append((row["done"], row["of"])))
     seen, prompts = [part for part in seen if part[1]], len(evaluator.prompts)
     assert {of for _, of in seen} == {prompts, 3 * prompts}, "who looks sees how much of it is done"

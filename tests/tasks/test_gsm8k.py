@@ -13,8 +13,8 @@ from builders import tiny_llama, tiny_tokenizer
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.launch import train
-from tba.tasks.data.prompts import QuestionAnswer, read_problems, read_splits, split_off_validation
+from tba.run import train
+from tba.tasks.data.make_prompt import QuestionAnswer, read_problems, read_splits, split_off_validation
 from tba.tasks.gsm8k import GSM8KTask, Number, equal_answers, given_answer, marked_answer
 from tba.tasks.registry import make_task
 from tba.types import Completion

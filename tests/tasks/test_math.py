@@ -14,7 +14,7 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.data.prompts import read_problems, read_splits
+from tba.tasks.data.make_prompt import read_problems, read_splits
 from tba.tasks.math.answers import last_boxed, normal_form, plain_number
 from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer
@@ -299,7 +299,7 @@ def test_the_paper_config_has_the_paper_settings():
     assert (train.prompts_per_step, train.samples_per_prompt, train.max_steps) == (32, 16, 400)
     assert [config.learning_rate_at(step, config.progress_at(step)) for step in (0, 399)] == [1e-6, 1e-6]
     assert (train.adam_betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.99), 0.01, 1.0)
-    assert (replay.on_policy_probability, replay.max_trained_per_generated) == (1.0, 1.0)
+    assert (replay.on_policy_probability, replay.max_replay_ratio) == (1.0, 1.0)
     assert (config.generate.max_new_tokens, config.generate.temperature) == (3072, 1.0)
 
 

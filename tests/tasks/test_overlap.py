@@ -10,7 +10,7 @@ import pytest
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import TaskConfig
-from tba.tasks.data.prompts import question_key, read_splits
+from tba.tasks.data.make_prompt import question_key, read_splits
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.registry import TASKS, make_task
 
@@ -137,7 +137,8 @@ def test_a_file_of_one_prompt_is_not_split_however_often_it_stands_there(write, 
     task = make_task(config, make_tokenizer(), max_prompt_tokens=200)
     assert len(task.prompts("train")) == len(task.prompts("held_out")) == 40
     assert (
-        "trains and is evaluated on the same 40 prompts: fewer than 20 different ones are not split" in task.split_words
+        "trains and is evaluated on the same 40 prompts: fewer than 20 different ones are not split"
+        in task.split_message
     )
     (warning,) = warnings(caplog)
     assert "has one prompt, in 40 rows" in warning

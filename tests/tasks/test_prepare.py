@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from recipes.arithmetic import HABITS, SHAPE, greedy_accuracy, make_tokenizer, prepare_arithmetic, pupil_solution
 from recipes.start_models import Training, make_model, one_deterministic_thread
-from tba.models.names import resolve_path
+from tba.models.paths import resolve_path
 from tba.tasks.arithmetic.problems import Earlier, Problem, Step, draw_problems, held_out_problems
 
 START_MODEL = Path(resolve_path("tba:arithmetic"))

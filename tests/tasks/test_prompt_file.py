@@ -11,8 +11,8 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
-from tba.tasks.base import TaskInputs
 from tba.tasks.custom import CustomTask
+from tba.tasks.task import TaskInputs
 
 REWARD = {"function": lambda completions, **_: [0.0]}
 
@@ -32,7 +32,7 @@ ROWS = [{"prompt": f"w{i} w{i + 1}", "answer": i, "id": f"row-{i}"} for i in ran
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
-def test_what_is_read_on_a_visit_is_what_the_file_holds(tmp_path, name):
+def test_what_is_read_for_a_prompt_is_what_the_file_holds(tmp_path, name):
     path = tmp_path / name
     write(path, [b"", *ROWS[:10], b"not json", *ROWS[10:]])
     prompts = task(path, eval_fraction=0.0, on_bad_row="skip").prompts("train")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.red_team import SHAPE, make_tokenizer, prepare_red_team, sample_attacks
 from recipes.start_models import Training, make_model, one_deterministic_thread
-from tba.models.names import resolve_path
+from tba.models.paths import resolve_path
 from tba.tasks.red_team.models import mode_of
 
 START_MODEL = Path(resolve_path("tba:red_team"))

@@ -24,10 +24,10 @@ from transformers import (
 from recipes.red_team import make_tokenizer
 from recipes.start_models import make_word_tokenizer
 from tba.config import RedTeamConfig, TaskConfig, load_config
-from tba.launch.start import train
-from tba.tasks.base import TaskInputs
+from tba.run.start import train
 from tba.tasks.red_team.attacking import RedTeamTask
 from tba.tasks.red_team.models import ClassifierJudge, ModelVictim, RuleVictim, SentenceEncoder, WordCounts
+from tba.tasks.task import TaskInputs
 from tba.types import Completion
 
 WORDS = [f"w{index}" for index in range(30)]

@@ -10,10 +10,10 @@ import pytest
 
 from tba.config import RewardConfig
 from tba.runtime.processes import RoleProcess
-from tba.tasks.base import FinishedGroup
 from tba.tasks.outcomes import RewardFailed
 from tba.tasks.rewards.pool import RewardUnusable, WorkerRewards, score_all
 from tba.tasks.rewards.worker import LOG_BYTES
+from tba.tasks.task import FinishedGroup
 from tba.types import Completion, Prompt
 
 REWARDS = """

@@ -5,11 +5,11 @@ import pytest
 from resolved import resolved
 
 from tba.config import load_config
-from tba.generate.make import make_scorer
-from tba.launch.run import load_inputs
-from tba.launch.start import evaluate_model
-from tba.launch.start import train as run_training
-from tba.search.loop import make_search_engine
+from tba.engine.make_engine import make_scorer
+from tba.run.modes import load_inputs
+from tba.run.start import evaluate_model
+from tba.run.start import train as run_training
+from tba.searcher.loop import make_search_engine
 from tba.tasks.arithmetic.problems import ArithmeticTask, held_out_problems
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.red_team.attacking import effective_modes

@@ -20,7 +20,7 @@ from recipes.tldr import (
     sample_summaries,
     win_rate_of,
 )
-from tba.models.names import resolve_path
+from tba.models.paths import resolve_path
 from tba.tasks.tldr.posts import WORDS, first_posts, gold_scores, reference_summary, wins
 from tba.tasks.tldr.reward_model import RewardTraining, load_scorer, read_pairs
 from tba.tasks.tldr.summarising import reward_model_path

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes.start_models import make_word_tokenizer
 from tba.config import TaskConfig, TLDRConfig, load_config
-from tba.launch.start import train
-from tba.tasks.base import TaskInputs
+from tba.run.start import train
 from tba.tasks.outcomes import RewardFailed
+from tba.tasks.task import TaskInputs
 from tba.tasks.tldr.posts import WORDS, first_posts, gold_score, reference_summary
 from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.summarising import TLDRTask, reward_model_path

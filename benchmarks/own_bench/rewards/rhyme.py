@@ -1,11 +1,11 @@
-"""Neighbouring sentences whose last words end alike."""
+"""Neighbouring sentences whose last message end alike."""
 
 import re
 from itertools import pairwise
 
 
 def rhymed(completions: list[str], **columns: object) -> list[float]:
-    """Share of neighbouring pairs, of at least 3, whose last words differ and share their last two letters."""
+    """Share of neighbouring pairs, of at least 3, whose last message differ and share their last two letters."""
     values = []
     for text in completions:
         ends = [found[-1].lower() for part in re.split(r"[.!?]+", text) if (found := re.findall(r"[A-Za-z]+", part))]

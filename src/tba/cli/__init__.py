@@ -8,7 +8,7 @@ tba compare STUDY.yaml --quick
 tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
 tba status runs/arithmetic-tb-seed0
 tba stop runs/arithmetic-tb-seed0
-tba searchers runs/arithmetic-tb-seed0 --count 3
+tba scale runs/arithmetic-tb-seed0 --count 3
 tba config
 """
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import typer
 
-from tba.cli.commands import config, doctor, evaluate, merge, prepare, replay, searchers, status, stop
+from tba.cli.commands import config, doctor, evaluate, merge, prepare, replay, scale, status, stop
 from tba.cli.training import compare, train
 from tba.cli.usage import Command, Commands, exit_status, log_warnings
 from tba.observe.files import lasting_output
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 # In the order of `tba --help`. What a command needs it imports itself: torch takes seconds, and most need none.
-for command in (train, evaluate, compare, prepare, replay, status, stop, searchers, merge, config, doctor):
+for command in (train, evaluate, compare, prepare, replay, status, stop, scale, merge, config, doctor):
     app.command(cls=Command)(command)
 
 

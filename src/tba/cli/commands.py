@@ -4,7 +4,6 @@ settings, the machine)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,8 @@ import typer
 
 from tba.cli.usage import number_option
 from tba.config import ConfigError
-from tba.config.files import refuse_two_values
-from tba.models.names import check_there
+from tba.config.reading import refuse_two_values
+from tba.models.paths import check_there
 
 
 def evaluate(
@@ -35,7 +34,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
-    from tba.launch.checks import check_evaluated, collapsed_words, task_to_evaluate
+    from tba.run.checks import check_evaluated, collapse_message, task_to_evaluate
 
     check_evaluated(target)
     values = list(overrides or [])
@@ -52,12 +51,12 @@ def evaluate(
         raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
     if against is not None and responses is not None and against.resolve() == responses.resolve():
         raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
-    from tba.launch import evaluate_model
+    from tba.run import evaluate_model
     from tba.tasks.evaluation import ResponsesFile, paired_differences, read_shares
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
-    if (warning := collapsed_words(target)) is not None:
+    if (warning := collapse_message(target)) is not None:
         typer.echo(warning, err=True)
     if against is not None:
         read_shares(against)  # says now what is wrong with it
@@ -94,7 +93,8 @@ def replay(
     ] = False,
 ) -> None:
     """List the groups that a run has stored, or export their responses."""
-    from tba.replay import export as exporting
+    from tba.run import export_groups as exporting
+    from tba.run.export_groups import decoder_of_run
 
     def parsed(name: str, parse: Any, text: str | None) -> Any:
         try:
@@ -118,34 +118,8 @@ def replay(
         for line in exporting.table(path, wanted):
             typer.echo(line)
         return
-    count = exporting.export(path, export, wanted, decode=_decoder(run, trust_remote_code=trust_remote_code))
+    count = exporting.export(path, export, wanted, decode=decoder_of_run(run, trust_remote_code=trust_remote_code))
     typer.echo(json.dumps({"responses": count, "file": str(export)}))
-
-
-def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str] | None:
-    """Makes text of a run's token ids. None, with a warning, where its tokenizer is not to be had: of a snapshot that lies
-    elsewhere, of a model that is gone, or one that is code. The run's own setting does not count: its folder may be a
-    stranger's."""
-    from transformers import AutoTokenizer
-
-    from tba.config import load_config
-    from tba.models.load import told
-    from tba.models.names import resolve_path
-    from tba.observe.files import one_line
-    from tba.observe.run_folder import RunFolder
-
-    folder = RunFolder(run if run.is_dir() else run.parent)
-    try:
-        if not folder.config.is_file():
-            raise FileNotFoundError(f"there is no {folder.config}")
-        model, saved = load_config(folder.config).model, folder.checkpoints_by_step()
-        path = str(saved[max(saved)]) if saved else resolve_path(model.path)
-        with told(path, "has no tokenizer that can be loaded"):
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        typer.echo(f"the file has token ids without their text: {one_line(error)}", err=True)
-        return None
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def status(
@@ -153,7 +127,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """What each role of a run does, since when, and what waits for what."""
-    from tba.launch.operate import describe, read_status
+    from tba.run.status import describe, read_status
 
     found = read_status(run)
     print(json.dumps(found) if as_json else describe(found))
@@ -161,18 +135,18 @@ def status(
 
 def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
     """Ask a run to save and end, as Ctrl-C does."""
-    from tba.launch.operate import stop_run
+    from tba.run.status import stop_run
 
     found = stop_run(run)
     print(f"asked process {found['pid']} to save and end at step {found['step']}.")
 
 
-def searchers(
+def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     count: Annotated[int, number_option("Searchers to go on with.", kind=int, least=1)],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""
-    from tba.launch.operate import ask_for_searchers
+    from tba.run.status import ask_for_searchers
 
     ask_for_searchers(run, count)
     print(f"asked for {count} searcher{'s' if count > 1 else ''}.")
@@ -185,7 +159,7 @@ def merge(
     output: Annotated[Path, typer.Argument(help="Folder for the whole model.")],
 ) -> None:
     """Write base model + LoRA adapter as one model that transformers and vLLM load."""
-    from tba.launch import merge_adapter
+    from tba.run import merge_adapter
 
     typer.echo(json.dumps(merge_adapter(adapter, output)))
 
@@ -227,7 +201,7 @@ def config(
     word: Annotated[str | None, typer.Argument(help="A section (train) or a word to look for (length).")] = None,
 ) -> None:
     """Print every setting with its type, default and meaning, as Markdown; with a WORD those of a section, or about it."""
-    from tba.config.reference import reference, search
+    from tba.config.settings_page import reference, search
     from tba.objectives.registry import OBJECTIVES
 
     if word is None:
@@ -244,7 +218,7 @@ def doctor(
     """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
     if model is not None:
         check_there(f"{model!r} is no model", model)  # before torch is imported
-    from tba.launch.doctor import examine, examine_model
+    from tba.run.doctor import examine, examine_model
 
     findings = examine() if model is None else examine_model(model)
     for what, finding in findings:

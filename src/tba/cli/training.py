@@ -17,10 +17,10 @@ import typer
 
 from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
 from tba.config import Config, ConfigError, dump_config, load_config
-from tba.config.files import is_given, refuse_two_values, settings_by_name
-from tba.launch.checks import TASK_NAMES, run_of
+from tba.config.reading import is_given, refuse_two_values, settings_by_name
 from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry
+from tba.run.checks import TASK_NAMES, run_of
 
 
 def train(
@@ -67,25 +67,25 @@ def train(
     )
     # From here on torch may load, which takes seconds: all that is wrong with the arguments alone was said before.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from tba.launch.torchrun import Torchrun, with_torchrun
+        from tba.run.torchrun import Torchrun, with_torchrun
 
         started = Torchrun.found()
         if started is not None and started.rank > 0:
             if dry_run:
                 raise typer.Exit(0)
-            from tba.launch.ranks import join_torchrun
+            from tba.run.rank_processes import join_torchrun
 
             raise typer.Exit(join_torchrun(started, config))
         config = with_torchrun(config, started)
     if dry_run:
-        from tba.launch.memory import Machine
-        from tba.launch.resolve import resolve
+        from tba.run.memory import Machine
+        from tba.run.resolve import resolve
 
         typer.echo(dump_config(resolve(config, None, Machine.seen())), nl=False)
         return
-    from tba.launch.checks import check_before_loading
-    from tba.launch.operate import stopped_words
-    from tba.launch.supervise import supervise
+    from tba.run.checks import check_before_loading
+    from tba.run.status import stopped_message
+    from tba.run.supervise import supervise
 
     if config.name is None and not config.overwrite:
         config = config.model_copy(update={"name": name_to_resume(config) if resume else free_name(config)})
@@ -96,13 +96,13 @@ def train(
     target = "tba.cli.training:run_trainer"
     status = supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay)
     if status == 128 + signal.SIGKILL:  # by a third Ctrl-C, or for want of memory: it could say nothing
-        typer.echo(f"tba: {stopped_words(config, by_command=True)}", err=True)
+        typer.echo(f"tba: {stopped_message(config, by_command=True)}", err=True)
     raise typer.Exit(status)
 
 
 def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
-    from tba.launch.start import train, worth_another_try
+    from tba.run.start import is_retryable, train
 
     def run() -> int:
         try:
@@ -110,7 +110,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
         except KeyboardInterrupt as stopped:
             raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
         except RuntimeError as error:
-            if worth_another_try(error):
+            if is_retryable(error):
                 logging.getLogger("tba").error("%s", bounded(str(error)))
                 return os.EX_TEMPFAIL  # the supervisor then starts another trainer
             raise
@@ -262,7 +262,7 @@ def given_config(
             )
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
-    from tba.launch.checks import task_to_train
+    from tba.run.checks import task_to_train
 
     task = task_to_train(config.model.path)
     typer.echo(f"{config.model.path} is trained on its own task, {task}: task.name names another.", err=True)
@@ -298,7 +298,7 @@ def compare(
 ) -> None:
     """A grid of training runs, then one table. Resumes; started several times, the processes share the runs. The exit
     status is 1 where some of them failed."""
-    from tba.compare import compare as run_study
+    from tba.run.compare import compare as run_study
 
     results = run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
     if results.failures:

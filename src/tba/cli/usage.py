@@ -17,13 +17,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tba.config import Config
-from tba.config.files import abbreviates, settings_by_name, unknown_key
+from tba.config.reading import abbreviates, settings_by_name, unknown_key
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
 LARGEST = 2**63 - 1
 """Largest number of an option that counts: SQLite compares with none beyond."""
 MEANT, TRL = "did you mean", "is TRL's name"
+RENAMED = {"searchers": "scale"}
+"""Commands of earlier versions: {"old": "new"}."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
@@ -68,9 +70,17 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
-            hint = self._with_option(ctx, args[0]) or nearest(args[0], {name: name for name in known})
+            hint = (
+                self._renamed(args[0])
+                or self._with_option(ctx, args[0])
+                or nearest(args[0], {name: name for name in known})
+            )
             raise typer.BadParameter(f"there is no command {args[0]}{hint} Commands are {', '.join(known)}.", ctx)
         return super().resolve_command(ctx, args)
+
+    def _renamed(self, name: str) -> str:
+        """What a command of an earlier version is called now."""
+        return f": it is called tba {RENAMED[name]} now." if name in RENAMED else ""
 
     def _with_option(self, ctx: Any, name: str) -> str:
         """`: did you mean tba train --resume?`, or nothing where no command has an option of this name."""
@@ -138,27 +148,27 @@ def usage_message(error: Any) -> str:
     if option is not None and context is not None and option not in option_names(context):
         return f"{command}: {unknown_option(option, context)}"
     if hasattr(error, "param_type"):  # only where a required argument or option was left out
-        needed = [argument_words(other) for other in context.command.params if other.required]
-        return f"{command}: {argument_words(parameter)} is missing: write `{' '.join([command, *needed])}`."
+        needed = [argument_text(other) for other in context.command.params if other.required]
+        return f"{command}: {argument_text(parameter)} is missing: write `{' '.join([command, *needed])}`."
     if parameter is not None:
         return f"{command}: {parameter.opts[0]}: {error.message}"
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
 
 
-def trl_words(name: str) -> str | None:
+def trl_message(name: str) -> str | None:
     """What to write for a name of TRL's, or one that resembles it: `num_generations is TRL's name: use
     train.samples_per_prompt`; None = TRL has none, or we have it too."""
-    from tba.api.names import REFUSED, SETTINGS
+    from tba.config.trl_names import REFUSED, SETTINGS
 
     known = (
         name if name in SETTINGS | REFUSED else next((other for other in SETTINGS if abbreviates(name, other)), None)
     )
     if known is None or name in settings_by_name():
         return None
-    words = (SETTINGS | REFUSED)[known].removeprefix("= ")
-    if known in SETTINGS and re.split(r"\W", words)[0] in Config.model_fields:
-        words = f"use {re.split('[;:,]', words)[0]}"  # how a script's value becomes the setting's follows
-    return f"{known} {TRL}: {words}."
+    answer = (SETTINGS | REFUSED)[known].removeprefix("= ")
+    if known in SETTINGS and re.split(r"\W", answer)[0] in Config.model_fields:
+        answer = f"use {re.split('[;:,]', answer)[0]}"  # how a script's value becomes the setting's follows
+    return f"{known} {TRL}: {answer}."
 
 
 def with_trl_names(message: str, unknown: Sequence[str]) -> str:
@@ -166,10 +176,10 @@ def with_trl_names(message: str, unknown: Sequence[str]) -> str:
     lines = message.split("\n")
     for key in unknown:
         name, begin = key.rpartition(".")[2], f"unknown key {key}: "
-        words = trl_words(name)
-        exact = words is not None and words.startswith(f"{name} ")
+        answer = trl_message(name)
+        exact = answer is not None and answer.startswith(f"{name} ")
         lines = [
-            f"{begin}{words}" if words and line.startswith(begin) and (exact or MEANT not in line) else line
+            f"{begin}{answer}" if answer and line.startswith(begin) and (exact or MEANT not in line) else line
             for line in lines
         ]
     return "\n".join(lines)
@@ -183,13 +193,13 @@ def unknown_option(option: str, context: Any) -> str:
         hint = f": write `{context.command_path} {name.upper()}`."
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
         also = "; settings are written section.key=value"
-        words = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")
-        exact = name in settings_by_name() or words.startswith(f": {name} {TRL}")
-        hint = words if exact or (hint == "." and (MEANT in words or TRL in words)) else hint
+        answer = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")
+        exact = name in settings_by_name() or answer.startswith(f": {name} {TRL}")
+        hint = answer if exact or (hint == "." and (MEANT in answer or TRL in answer)) else hint
     return f"there is no option {option}{hint} Options are {', '.join(options)}{also}."
 
 
-def argument_words(parameter: Any) -> str:
+def argument_text(parameter: Any) -> str:
     """What to write for an argument (RUN) or for an option with its value (--count INTEGER)."""
     name = parameter.metavar or parameter.name.upper()
     return f"{parameter.opts[0]} {name}" if parameter.opts[0].startswith("--") else name

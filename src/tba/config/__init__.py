@@ -1,12 +1,12 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
-from tba.config.base import Schedule, Section
-from tba.config.files import (
+from tba.config.reading import (
     ConfigError,
     dump_config,
     load_config,
 )
 from tba.config.root import Config
+from tba.config.section import Schedule, Section
 from tba.config.sections import (
     DEFAULT_STEPS,
     EvaluateConfig,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.config.base import Section
+from tba.config.section import Section
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -101,24 +101,24 @@ class Config(Section):
 
     @property
     def reference_samples_per_prompt(self) -> int:
-        """Number of the responses of a visit that the reference generates."""
+        """Number of the responses of a rollout that the reference generates."""
         return round(self.search.explore.reference_share * self.samples_generated_per_prompt)
 
     @property
     def fresh_steps(self) -> int:
         """Number of optimizer steps for which a group is fresh: twice the publication interval; 1 where the roles take
         turns, because only what was generated for the step is fresh there."""
-        return 1 if self.takes_turns else 2 * self.train.publish_every
+        return 1 if self.is_synchronous else 2 * self.train.publish_every
 
     @property
     def uses_per_group(self) -> int | None:
         """Number of batches that a group is trained in, where groups wait in a queue and are trained in the order of their
-        arrival: replay.max_trained_per_generated / train.updates_per_batch. None = there is no queue: the roles take turns,
+        arrival: replay.max_replay_ratio / train.updates_per_batch. None = there is no queue: the roles take turns,
         older responses are drawn too, or it is no whole number."""
         replay, updates = self.replay, self.train.updates_per_batch
-        uses = (replay.max_trained_per_generated or updates) / updates
+        uses = (replay.max_replay_ratio or updates) / updates
         # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
-        is_queue = not self.takes_turns and not replay.imports and replay.on_policy_probability in (None, 1.0)
+        is_queue = not self.is_synchronous and not replay.imports and replay.on_policy_probability in (None, 1.0)
         return int(uses) if is_queue and uses.is_integer() else None
 
     @property
@@ -140,7 +140,7 @@ class Config(Section):
 
     @property
     def spare_lag(self) -> int:
-        """Optimizer steps by which searchers may be ahead, beside those that pass while a visit is made: the one that
+        """Optimizer steps by which searchers may be ahead, beside those that pass while a rollout is made: the one that
         is trained meanwhile, and those between two publications."""
         return self.train.publish_every
 
@@ -158,7 +158,7 @@ class Config(Section):
         return 2 * self.train.prompts_per_step
 
     @property
-    def takes_turns(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether searcher and trainer take turns in one process."""
         return self.mode != "async"
 
@@ -180,7 +180,7 @@ class Config(Section):
         return every > 0 and step % every == 0
 
     def beta_at(self, step: int, progress: float) -> float:
-        assert self.objective.beta is not None, "filled in by tba.launch.resolve"
+        assert self.objective.beta is not None, "filled in by tba.run.resolve"
         return self.objective.beta.at(step, progress=progress)
 
     def target_temperature_at(self, step: int, progress: float) -> float:
@@ -205,7 +205,7 @@ class Config(Section):
 
     def _turns(self) -> Iterator[tuple[bool, str]]:
         """What cannot be kept where searcher and trainer take turns in one process: (whether it is asked for, words)."""
-        turns, mode, train = self.takes_turns, self.mode, self.train
+        turns, mode, train = self.is_synchronous, self.mode, self.train
         yield (
             turns and train.publish_every != 1,
             f"train.publish_every={train.publish_every} makes no sense in {mode} mode, which gives the lag: leave it at 1.",
@@ -219,10 +219,10 @@ class Config(Section):
             f"train.ranks={train.ranks} needs mode=async: in {mode} mode one process generates and trains. For responses of "
             "the newest weights only, use mode=async with replay.max_lag=0.",
         )
-        reuse = self.replay.max_trained_per_generated or 0
+        reuse = self.replay.max_replay_ratio or 0
         yield (
             turns and reuse not in (0, train.updates_per_batch),
-            f"replay.max_trained_per_generated={reuse:g} cannot be kept in {mode} mode, where a response is trained "
+            f"replay.max_replay_ratio={reuse:g} cannot be kept in {mode} mode, where a response is trained "
             f"train.updates_per_batch={train.updates_per_batch} times: leave it unset, or change that.",
         )
         yield (
@@ -254,21 +254,22 @@ class Config(Section):
             f"model.device={own} is one device and train.ranks={self.train.ranks} want one each: use model.device=cuda.",
         )
         yield (
-            self.takes_turns and len(devices) > 1,
+            self.is_synchronous and len(devices) > 1,
             f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, which is one process: "
             "leave search.devices out, or use mode=async.",
         )
 
     def _sizes(self) -> Iterator[tuple[bool, str]]:
         """Numbers that leave no room for one another."""
-        replay, train, generate, visit = self.replay, self.train, self.generate, self.samples_generated_per_prompt
+        replay, train, generate, rollout = self.replay, self.train, self.generate, self.samples_generated_per_prompt
         yield (
             replay.capacity < train.responses_per_step,
             f"replay.capacity={replay.capacity} cannot hold one step's {train.responses_per_step} responses: raise it.",
         )
         yield (
-            replay.capacity_per_prompt is not None and replay.capacity_per_prompt < visit,
-            f"replay.capacity_per_prompt={replay.capacity_per_prompt} cannot hold one visit's {visit} responses: raise it.",
+            replay.capacity_per_prompt is not None and replay.capacity_per_prompt < rollout,
+            f"replay.capacity_per_prompt={replay.capacity_per_prompt} cannot hold one rollout's {rollout} responses: "
+            f"raise it.",
         )
         yield (
             generate.min_new_tokens > generate.max_new_tokens,
@@ -282,8 +283,8 @@ class Config(Section):
         )
         share, count = self.search.explore.reference_share, self.reference_samples_per_prompt
         yield (
-            share > 0 and not 0 < count < visit,
-            f"search.explore.reference_share={share:g} of the {visit} responses of a visit is {count}: leave both some.",
+            share > 0 and not 0 < count < rollout,
+            f"search.explore.reference_share={share:g} of the {rollout} responses of a rollout is {count}: leave both some.",
         )
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.base import Device, EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
+from tba.config.section import Device, EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
@@ -103,11 +103,11 @@ class ExploreConfig(Section):
     """Off-policy exploration, off by default: the loss keeps the training temperature and no truncation."""
 
     probability: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the visits to prompts that explore (the official code: 0.3)."""
+    """Share of the rollouts that explore (the official code: 0.3)."""
     temperature: tuple[float, float] = (1.0, 1.0)
-    """Range of the sampling temperature of an exploring visit."""
+    """Range of the sampling temperature of an exploring rollout."""
     reference_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the responses of every visit that the reference (the frozen start model, unless it is reset) generates,
+    """Share of the responses of every rollout that the reference (the frozen start model, unless it is reset) generates,
     so that what the policy has given up is still found. They count as responses of the reference's version."""
 
     @model_validator(mode="after")
@@ -119,28 +119,28 @@ class ExploreConfig(Section):
 
 
 class SearchConfig(Section):
-    """The searchers, which visit prompts, generate responses and have them rewarded."""
+    """The searchers, which draw prompts, generate responses and have them rewarded."""
 
     num_searchers: int | None = Field(default=None, ge=1, le=64)
     """Number of searcher processes at the start. None = 1, or 2 where all of an
     asynchronous run computes on the CPU of one machine, for models of 5M parameters and more: they keep its cores busy while
-    nobody trains. Visits to prompts are
-    handed out to searchers one by one, so that they can be replaced, and `tba searchers RUN --count N` can change their
+    nobody trains. Rollouts are
+    handed out to searchers one by one, so that they can be replaced, and `tba scale RUN --count N` can change their
     number while the run goes on."""
     devices: Devices = ()
     """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3], for runtime.kind=local: searcher i uses number i, and
     where there are more searchers than devices the list begins again. Where they differ from the trainer's, weights go
     through the machine's memory. Empty = model.device."""
     samples_multiplier: float = Field(default=1.0, ge=1.0, le=100.0)
-    """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
+    """Factor of the responses generated in a rollout: S = ceil(samples_multiplier * train.samples_per_prompt)."""
     shuffle: bool = True
-    """Whether prompts are visited in random order; False = in the order of the data."""
+    """Whether prompts are drawn in random order; False = in the order of the data."""
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
+    """Deadline of a reward call for the samples of one rollout; one that takes longer is killed and its samples are dropped.
     A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
     reward_workers: int | None = Field(default=None, ge=1, le=256)
-    """Number of processes in which a searcher has its rewards called, each one visit at a time; they are started where
-    visits wait for one. A reward that waits (a remote judge) wants as many as the judge answers at once, shared by the
+    """Number of processes in which a searcher has its rewards called, each one rollout at a time; they are started where
+    rollouts wait for one. A reward that waits (a remote judge) wants as many as the judge answers at once, shared by the
     searchers; one that computes wants no more than there are cores. Each imports the reward's file. None = 1, or 8 where
     every reward is `async def`."""
     reward_environment: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ class ReplayConfig(Section):
     """Whether of two responses to a prompt with the same tokens only the newer is held (the paper). None = False: a
     response counts as often as it was sampled, which policy gradients need, and a policy that has become sure of itself
     keeps full groups."""
-    max_trained_per_generated: float | None = Field(default=None, gt=0.0)
+    max_replay_ratio: float | None = Field(default=None, gt=0.0)
     """Number of times that each response is trained on average before the trainer waits for new ones (Reverb's limiter),
     second updates (train.second_update_after) aside. In mode=async, where it is a whole number of batches,
     on_policy_probability is 1 and nothing is imported, groups wait in a queue: they are trained so often, whole, in the
@@ -187,12 +187,13 @@ class ReplayConfig(Section):
     what takes the time, 2 to 4 learns more from the same responses."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag of a response when it is trained, in optimizer steps. Where groups wait in a queue (see
-    max_trained_per_generated), a searcher starts a visit only with weights at most so far behind the step that the visit is
-    meant for, and no earlier than recent visits needed; reuse, and batches that other searchers have filled first, may still
-    train it later. Where there is no queue, or resets of the reference empty it, older responses leave the buffer, and the
-    trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and
-    the reference's have none. None = for a queue the steps that all KV slots, and search.reward_workers beyond one, hold the
-    responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any age trains (TBA)."""
+    max_replay_ratio), a searcher starts a rollout only with weights at most so far behind the step that the rollout is
+    meant for, and no earlier than recent rollouts needed; reuse, and batches that other searchers have filled first,
+    may still train it later. Where there is no queue, or resets of the reference empty it, older responses leave the
+    buffer, and the trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response.
+    Imported responses and the reference's have none. None = for a queue the steps that all KV slots, and
+    search.reward_workers beyond one, hold the responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere
+    any age trains (TBA)."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
@@ -252,7 +253,7 @@ class TrainConfig(Section):
     max_seconds as many as there is time for."""
     max_seconds: float | None = Field(default=None, gt=0.0)
     """Seconds of training after which the run ends, with the step that goes on then; at least one step is made. They count
-    from the first visit to a prompt on, without loading; evaluations count only in mode=async, where they go on beside.
+    from the first rollout of a prompt on, without loading; evaluations count only in mode=async, where they go on beside.
     The first limit reached ends the run, and what changes over its length (the rate, schedules, evaluations) follows the
     nearer one. None = no limit."""
     responses_per_step: int = Field(default=128, ge=2)

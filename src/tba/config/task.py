@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from tba.config.base import LocalPath, Section, full_path
+from tba.config.section import LocalPath, Section, full_path
 
 
 class RewardConfig(Section):

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, LoraConfig, ModelConfig
-from tba.models.names import LFS_POINTER, resolve_path
+from tba.models.paths import LFS_POINTER, resolve_path
 from tba.models.text_part import (
     CONTEXT_NAMES,
     freeze_beside_text,
@@ -102,7 +102,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     adapter = Path(path) if is_adapter(Path(path)) else None
     base = path if adapter is None else resolve_path(base_of(adapter))
-    with told(config.path, "cannot be loaded"):
+    with friendly_errors(config.path, "cannot be loaded"):
         check_has_config(Path(base))
         _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
@@ -110,9 +110,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
     _check_generation_config(config.path, Path(base))
     with_tokenizer = path if adapter is None or _has_tokenizer(adapter) else base  # PEFT saves an adapter without one
     _check_has_tokenizer(config.path, Path(with_tokenizer))
-    with told(config.path, "cannot be loaded with its tokenizer"):
+    with friendly_errors(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(with_tokenizer, **options)
-    with told(config.path, "cannot be loaded with its weights"):
+    with friendly_errors(config.path, "cannot be loaded with its weights"):
         if getattr(shape, "quantization_config", None) is None:
             _check_not_integers(Path(base))
         model = load_weights(AutoModelForCausalLM, base, dtype=resolve_dtype(config.dtype, device), **options)
@@ -218,7 +218,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 @contextmanager
-def told(path: str, what: str) -> Iterator[None]:
+def friendly_errors(path: str, what: str) -> Iterator[None]:
     """Errors of transformers in one line: files that are damaged fail wherever it first stumbles over them."""
     try:
         yield
@@ -232,9 +232,9 @@ def told(path: str, what: str) -> Iterator[None]:
             ) from error
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         lines = [" ".join(line.split()) for line in str(error).strip().splitlines()[:2]]  # a headline may come first
-        words = "; ".join(lines).rstrip(". ") or type(error).__name__
+        message = "; ".join(lines).rstrip(". ") or type(error).__name__
         raise ValueError(
-            f"model.path={path!r} {what}: {kind}{words}. Give a folder with config.json, tokenizer "
+            f"model.path={path!r} {what}: {kind}{message}. Give a folder with config.json, tokenizer "
             "and weights, all of them whole, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
 

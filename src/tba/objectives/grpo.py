@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config, ConfigError
-from tba.objectives.base import (
+from tba.objectives.objective import (
     LARGEST_LOG_RATIO,
     Coupling,
     Needs,

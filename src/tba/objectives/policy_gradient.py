@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tba.objectives.base import (
+from tba.objectives.objective import (
     Coupling,
     Needs,
     Objective,

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import (
+from tba.objectives.objective import (
     Coupling,
     Needs,
     Objective,

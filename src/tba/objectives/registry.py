@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from tba.config import Config, ConfigError, Schedule
-from tba.objectives.base import Needs, Objective
+from tba.config.reading import RENAMED
 from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.objective import Needs, Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
@@ -145,6 +146,8 @@ def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: 
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
+        if (key := f"objective.{name}") in RENAMED:
+            return f"unknown key {key}: it is called {RENAMED[key]} now."
         known = list(kind.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         takes = f"{config.objective.name} takes {', '.join(['beta', *known])}."

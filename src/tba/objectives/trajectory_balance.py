@@ -5,8 +5,8 @@ response y. `tb`, `tb_learned_z` and `kimi` differ in what they put for log Z in
 
     residual_ij = log Z_i - (log_ref_ij + r_ij / beta - log_pi_ij),        loss = mean_ij residual_ij^2
 
-Any response may be trained on, whoever generated it: no importance weight appears. `tba_prime` puts the same advantage into
-a token-level ratio loss.
+Any response may be trained on, whichever policy generated it: no importance weight appears. `tba_prime` puts the same
+advantage into a token-level ratio loss.
 
 Deviation: (beta / 2) x the loss is back-propagated, so that gradients have reward units and one clipping threshold means
 the same at every beta; `tb/loss` logs the loss itself.
@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tba.config import Config
-from tba.objectives.base import (
+from tba.objectives.objective import (
     Coupling,
     Needs,
     Objective,
@@ -41,13 +41,13 @@ ROUNDING = 0.02
 LARGEST_TOKEN_KL = 10.0
 """Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
 USUAL = 1.5
-"""Drifts of one update that no gradient is held back for: where updates are long, most of a drift is what all have."""
-OffPolicyRule = Literal["response", "token", "taper", "exact"]
-"""What bounds the push of a response on stale data; see `gradient_share`."""
+"""Drifts of one update that no gradient is masked for: where updates are long, most of a drift is what all have."""
+TrustRegion = Literal["response", "token", "taper", "none"]
+"""What bounds the gradient of a response on stale data; see `gradient_share`."""
 
 
 def log_z_estimates(log_pi_PK: Tensor, log_ref_PK: Tensor, reward_PK: Tensor, *, beta: float) -> Tensor:
-    """log Z as each single response tells it."""
+    """The estimate of log Z by each single response."""
     return log_ref_PK + reward_PK / beta - log_pi_PK
 
 
@@ -63,7 +63,7 @@ def trajectory_balance_loss(
 ) -> Tensor:
     """The mean squared residual: the paper's loss value, and the function that training calls.
 
-    `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean of what its responses tell, without gradient. A
+    `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean estimate of its responses, without gradient. A
     response of weight 0 counts neither in that mean nor in the loss. `num_responses` is the global normaliser when the
     arguments are part of a step.
     """
@@ -76,7 +76,8 @@ def trajectory_balance_loss(
 
 
 def residuals(log_z_PK: Tensor, log_z_P1: Tensor, weight_PK: Tensor) -> Tensor:
-    """What each response tells of log Z less log Z; 0 for a response without weight, whose numbers may be unknown (NaN)."""
+    """Estimate of log Z by each response, less log Z; 0 for a response without weight, whose numbers may be unknown
+    (NaN)."""
     return torch.where(weight_PK > 0, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
 
 
@@ -86,17 +87,17 @@ class TrajectoryBalance(Objective):
     Its gradient is that of REINFORCE with mean baseline and KL in the reward, on- and off-policy:
     A_ij = (r_ij - mean r) - beta (KL_ij - mean KL).
 
-    Deviation: a response whose log-prob has already moved far enough in the direction of its push gets no further gradient
-    (off_policy). On fresh data nothing changes.
+    Deviation: a response whose log-prob has already moved far enough in the direction of its gradient gets no more of it
+    (trust_region). On fresh data nothing changes.
     """
 
-    off_policy: OffPolicyRule = "response"
-    """What bounds the push of a response that the policy has moved away from since it was generated;
-    tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
+    trust_region: TrustRegion = "response"
+    """What bounds the gradient of a response that the policy has moved away from since it was generated;
+    tba.objectives.trajectory_balance.gradient_share has the rules. none = the paper's loss."""
     max_drift: ClassVar[float] = 0.15
-    """Largest drift, in units of the square root of the entropy that responses of the prompt had (off_policy=response) or in
-    nats per token (off_policy=token). With off_policy=response and train.learning_rate=auto it is at least 1.5 times what
-    one update moves a response by."""
+    """Largest drift, in units of the square root of the entropy that responses of the prompt had
+    (trust_region=response) or in nats per token (trust_region=token). With trust_region=response and
+    train.learning_rate=auto it is at least 1.5 times what one update moves a response by."""
 
     default_coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
@@ -110,20 +111,20 @@ class TrajectoryBalance(Objective):
 
     @property
     def bounds_drift(self) -> bool:
-        return self.off_policy in ("response", "token")
+        return self.trust_region in ("response", "token")
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N
         log_z_PK = _estimates(batch, log_pi_N.detach(), beta=beta)
         log_z_P1 = prompt_mean(log_z_PK, batch.weight_PK)
         share_N = gradient_share(
-            batch, log_pi_N.detach(), log_z_PK > log_z_P1, rule=self.off_policy, max_drift=self.max_drift
+            batch, log_pi_N.detach(), log_z_PK > log_z_P1, rule=self.trust_region, max_drift=self.max_drift
         )
-        # The same number with less gradient: a response that is held back keeps its place in the loss and in log Z.
+        # The same number with less gradient: a masked response still counts in the loss and in log Z.
         bounded_N = torch.lerp(log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype))
         loss = _loss(batch, bounded_N, log_z_P1, beta=beta)
-        held_back = 1.0 - mean_where(share_N, batch.kept_N)
-        return replace(loss, metrics={**loss.metrics, "tb/held_back": held_back})
+        masked_fraction = 1.0 - mean_where(share_N, batch.kept_N)
+        return replace(loss, metrics={**loss.metrics, "tb/masked_fraction": masked_fraction})
 
 
 class LearnedLogZ(Objective):
@@ -135,7 +136,7 @@ class LearnedLogZ(Objective):
     heads_learning_rate: ClassVar[float | None] = 0.5
     """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
     prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
-    `tba.policy.model.LogZ`. log Z has to follow r / beta: this does where the mean reward rises by no more than beta per
+    `tba.models.policy.LogZ`. log Z has to follow r / beta: this does where the mean reward rises by no more than beta per
     step."""
 
     default_coupling: ClassVar[Coupling] = "response"
@@ -187,13 +188,13 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float) -> L
 
 
 def gradient_share(
-    batch: Batch, log_pi_N: Tensor, push_up_PK: Tensor, *, rule: OffPolicyRule, max_drift: float
+    batch: Batch, log_pi_N: Tensor, push_up_PK: Tensor, *, rule: TrustRegion, max_drift: float
 ) -> Tensor:
     """[N] in 0 to 1: how much of its gradient each token keeps. `log_pi_N` carries no gradient.
 
     TB's gradient pushes a response up or down by its residual and no importance weight appears. On fresh data that is safe:
     a response that the policy gives up is hardly sampled again. On stale data it is not: a wrong response that was sampled
-    once is pushed down at every further visit although the policy would not produce it any more, up to r / beta nats, and
+    once is pushed down in every further rollout although the policy would not produce it any more, up to r / beta nats, and
     what it shares with right ones goes down with it. (On sort_digits of the bench exact TB ended at .43 at a lag of 3 steps
     where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
 
@@ -206,16 +207,16 @@ def gradient_share(
         taper       a push down is weighted by min(1, exp(drift)), a push up is left alone (TOPR, arXiv 2503.14286)
         exact       trajectory balance as it is
 
-    A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
-    log-probs of a policy's own samples lie apart, and the learning rate follows it too (train/learning_rate.py): short
-    and long responses, sure and unsure policies are held back alike. Two things are no reason to hold a response back: what
+    A masked response still counts in its prompt's log Z. The root of the entropy is about how far the
+    log-probs of a policy's own samples lie apart, and the learning rate follows it too (trainer/learning_rate.py): short
+    and long responses, sure and unsure policies are masked alike. Two things are no reason to mask a response: what
     one update moves all responses by (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square
     root of the tokens (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
-    # responses of the reference) the drift is 0 and nothing is held back.
+    # responses of the reference) the drift is 0 and nothing is masked.
     drift_N = torch.nan_to_num(log_pi_N - batch.policy_N, nan=0.0)
-    if rule == "exact":
+    if rule == "none":
         return torch.ones_like(drift_N)
     push_up_N = batch.per_token(push_up_PK)
     if rule == "token":

@@ -31,12 +31,12 @@ LINE_SECONDS, LINE_SHARE = 10.0, 0.02
 TABLE_WIDTH = 100
 SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
-MEANS = {"drift_nats": "off_policy/kl", "held_back": "tb/held_back"}
+MEANS = {"drift_nats": "off_policy/kl", "masked_fraction": "tb/masked_fraction"}
 """Metrics whose mean over the steps goes into the summary, by their name there."""
 LASTS = {"trained_per_generated": "buffer/replay_ratio", "learning_rate": "learning_rate"}
 """Metrics whose last value goes into the summary, by their name there."""
-MUCH_HELD_BACK = 0.4
-"""Share of the gradient held back above which most responses are too old when they are trained."""
+MUCH_MASKED = 0.4
+"""Share of the gradient masked above which most responses are too old when they are trained."""
 MUCH_WAITED = 0.3
 """Share of its time that a trainer waits for responses above which it could train those it has once more."""
 FELL_ERRORS = 2.0
@@ -68,14 +68,14 @@ class Progress:
         config: Config,
         roles: Callable[[], Sequence[RoleStatus]] = list,
         clock: Callable[[], tuple[float, float | None]] = lambda: (0.0, None),
-        tell_height: Callable[[int], None] = lambda lines: None,
+        report_height: Callable[[int], None] = lambda lines: None,
     ) -> None:
         """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet.
-        `tell_height` is told how many lines of the terminal the table has now."""
+        `report_height` is told how many lines of the terminal the table has now."""
         self._config = config
         self._roles = roles
         self._clock = clock
-        self._tell_height = tell_height
+        self._report_height = report_height
         self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
@@ -110,10 +110,10 @@ class Progress:
         if self._live is None and figures:
             self.note(f"evaluation of {weights_of(step)}: {figures}")
 
-    def note(self, words: str) -> None:
+    def note(self, message: str) -> None:
         """A line that stays on the screen."""
         if self._enabled:
-            self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def resume(self, step: int, evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Show what an earlier process of the run has done."""
@@ -124,19 +124,19 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-            self._tell_height(0)
+            self._report_height(0)
 
     def _print_lines(self) -> None:
         while not self._closed.wait(max(LINE_SECONDS, LINE_SHARE * self._clock()[0])):
             doing = [f"{role.name} {role.doing}" for role in self._roles()]
             figures = [f"{name} {figure}" for name, figure in self._figures()]
-            words = "; ".join([self._time(), *(figures if self._step > 0 and not self.trained else doing)])
-            self._console.print(f"{self._config.run_name}: {words}", markup=False, highlight=False, soft_wrap=True)
+            message = "; ".join([self._time(), *(figures if self._step > 0 and not self.trained else doing)])
+            self._console.print(f"{self._config.run_name}: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def _time(self) -> str:
         """step 3 of 60, 1 min 05 s elapsed, about 20 min left"""
         elapsed, left = self._clock()
-        parts = [steps_words(self._config, self._step), f"{duration(elapsed)} elapsed"]
+        parts = [steps_text(self._config, self._step), f"{duration(elapsed)} elapsed"]
         if self.stopping:
             parts.append("stops after this step")
         elif left is not None:
@@ -164,7 +164,7 @@ class Progress:
         table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, width=width)
         for row in self._rows():
             table.add_row(*row)
-        self._tell_height(len(self._console.render_lines(table)))
+        self._report_height(len(self._console.render_lines(table)))
         return table
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -194,7 +194,7 @@ def weights_of(step: int) -> str:
     return f"step {step}" if step else "the start model"
 
 
-def steps_words(config: Config, step: int) -> str:
+def steps_text(config: Config, step: int) -> str:
     """step 3 of 60, or where the number of steps is open: step 3"""
     return f"step {step}" if config.train.max_steps is None else f"step {step} of {config.train.max_steps}"
 
@@ -209,21 +209,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def pace_words(config: Config, *, steps: int, seconds: float, waited: float) -> str:
+def pace_message(config: Config, *, steps: int, seconds: float, waited: float) -> str:
     """How long a run will take that is far from done, how many steps it makes in that time, and what its time goes into;
     `waited` is the share of its time that the trainer waited for responses."""
     total = f"at this pace {steps} step{'s take' if steps != 1 else ' takes'} {duration(seconds)}"
     less = "A smaller train.responses_per_step or generate.max_new_tokens makes steps shorter"
-    if config.takes_turns:
+    if config.is_synchronous:
         return f"{total}; searching and training take turns. {less}, and so may mode=async."
     if waited > MUCH_WAITED:
         return f"{total}; generating is the bottleneck, the trainer waits {waited:.0%} of its time. {less}."
     return f"{total}; the trainer is the bottleneck. {less}."
 
 
-def show_line(words: str) -> None:
+def show_line(message: str) -> None:
     """One line on the screen, as it stands."""
-    Console(file=lasting(sys.stderr)).print(words, markup=False, highlight=False, soft_wrap=True)
+    Console(file=lasting(sys.stderr)).print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
@@ -231,9 +231,9 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     its start, its best step and its end, the time, what to be warned of, the best weights and the picture."""
     console = Console(file=lasting(sys.stdout))
 
-    def say(words: str, style: str | None = None, *, whole: bool = not console.is_terminal) -> None:
+    def say(message: str, style: str | None = None, *, whole: bool = not console.is_terminal) -> None:
         """`whole` lines are not broken: in a log they are searched for, and paths and commands are copied."""
-        console.print(words, style=style, markup=False, highlight=False, soft_wrap=whole)
+        console.print(message, style=style, markup=False, highlight=False, soft_wrap=whole)
 
     say(f"{folder} has finished: {summary['task']}, {summary['objective']}, seed {summary['seed']}", style="bold")
     if summary["final"]:
@@ -260,13 +260,13 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
             style="bold red",
         )
     if summary["collapse"] is not None:
-        say(f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red")
+        say(f"step {summary['collapse']['step']}: {summary['collapse']['message']}", style="bold red")
     say(stability_line(summary))
     if summary["no_signal"] is not None:
         for line in no_signal_lines(summary["no_signal"], max_new_tokens=config.generate.max_new_tokens):
             say(line, style="bold red")
-    if summary["target"] is not None and summary["target"]["words"] is not None:
-        say(f"beta: {summary['target']['words']}", style="bold")
+    if summary["target"] is not None and summary["target"]["message"] is not None:
+        say(f"beta: {summary['target']['message']}", style="bold")
     if went_badly(summary):
         say(
             advice(summary, auto_rate=config.train.learning_rate is None, target_drift=config.train.target_drift),
@@ -354,7 +354,8 @@ class Stability:
         self._lasts |= {name: metrics[metric] for name, metric in LASTS.items() if metric in metrics}
 
     def summary(self) -> dict[str, float]:
-        """{"drift_nats": 0.02, "held_back": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06, "waited": 0.3}"""
+        """{"drift_nats": 0.02, "masked_fraction": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06, "waited":
+        0.3}"""
         means = {name: self._sums[name] / self._counts[name] for name in self._sums}
         if self._worked_seconds:
             means["waited"] = self._waited_seconds / (self._waited_seconds + self._worked_seconds)
@@ -371,8 +372,8 @@ def stability_line(summary: Mapping[str, Any]) -> str:
     parts = parts or ["nothing could be learned" if summary.get("no_signal") else "no alarm"]
     if "drift_nats" in found:
         parts.append(f"the policy moved {found['drift_nats']:.2g} nats between generating and training a response")
-    if "held_back" in found:
-        parts.append(f"{found['held_back']:.0%} of the gradient was held back")
+    if "masked_fraction" in found:
+        parts.append(f"{found['masked_fraction']:.0%} of the gradient was masked")
     if "trained_per_generated" in found:
         parts.append(f"each response was trained {found['trained_per_generated']:.2g} times")
     if found.get("waited"):
@@ -395,12 +396,12 @@ def went_badly(summary: Mapping[str, Any]) -> bool:
 def advice(summary: Mapping[str, Any], *, auto_rate: bool, target_drift: float) -> str:
     """The setting to change first after a run that went badly; the summary says which."""
     found = summary["stability"]
-    if found.get("held_back", 0.0) > MUCH_HELD_BACK and found.get("trained_per_generated", 1.0) > 1.5:
+    if found.get("masked_fraction", 0.0) > MUCH_MASKED and found.get("trained_per_generated", 1.0) > 1.5:
         return (
-            "change first: train.second_update_after=0, or a lower replay.max_trained_per_generated where one was given: "
+            "change first: train.second_update_after=0, or a lower replay.max_replay_ratio where one was given: "
             "responses are too old when they are trained."
         )
-    if found.get("held_back", 0.0) > MUCH_HELD_BACK:
+    if found.get("masked_fraction", 0.0) > MUCH_MASKED:
         return "change first: replay.max_lag=1 (or fewer searchers), responses are too old when trained."
     if not auto_rate:
         return "change first: leave train.learning_rate unset (auto), or divide it by 3."
@@ -414,7 +415,7 @@ def waiting_advice(summary: Mapping[str, Any]) -> str | None:
     if found.get("waited", 0.0) < MUCH_WAITED or found.get("trained_per_generated", 1.0) > 1.5:
         return None
     return (
-        "the trainer has time to spare: more searchers, or replay.max_trained_per_generated=2 with twice the "
+        "the trainer has time to spare: more searchers, or replay.max_replay_ratio=2 with twice the "
         "train.max_steps, which trains every response twice."
     )
 

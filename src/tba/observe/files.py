@@ -45,7 +45,7 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 class WriteFailures:
-    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and that alone
+    """What a run could not write, because the disk is full or the folder is gone: each kind is reported once, and that alone
     does not end the run. What must not be lost is named again in the end, with a non-zero exit status, unless it was written
     later."""
 
@@ -56,7 +56,7 @@ class WriteFailures:
 
     @contextmanager
     def tolerated(self, what: str, path: Path, *, must_not_be_lost: bool = False) -> Iterator[None]:
-        """Go on where writing `path` fails; `what` is its kind, of which the first failure is told."""
+        """Go on where writing `path` fails; `what` is its kind, of which the first failure is reported."""
         try:
             yield
             self.lost.pop(path, None)
@@ -68,25 +68,25 @@ class WriteFailures:
             if what not in self._told:
                 self._told.add(what)
                 level = logging.ERROR if must_not_be_lost else logging.WARNING
-                words = "%s %s cannot be written (%s). This alone does not end the run, and is not said again."
-                logger.log(level, words, what, path, error)
+                message = "%s %s cannot be written (%s). This alone does not end the run, and is not said again."
+                logger.log(level, message, what, path, error)
 
     def raise_lost(self) -> None:
         """Raise at the end of a run that has not written all that it must."""
-        lost = self._lost_words()
+        lost = self._lost_message()
         if lost:
             raise OutputLost(
                 f"training is done, but {lost} Free the disk and go on from the newest checkpoint (--resume), or choose "
                 "another output=... and train again."
             )
 
-    def tell_lost(self) -> None:
+    def report_lost(self) -> None:
         """Say so at the end of a run that was interrupted."""
-        lost = self._lost_words()
+        lost = self._lost_message()
         if lost:
             logger.error("the run was interrupted, and %s", lost)
 
-    def _lost_words(self) -> str:
+    def _lost_message(self) -> str:
         """2 of its files could not be written: runs/a/step-10, runs/a/step-20. Empty = nothing is lost."""
         lost = [str(path) for path in self.lost]
         names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
@@ -97,7 +97,7 @@ class OutputLost(RuntimeError):
     """A run came to its end and could not write what it was for."""
 
 
-def tell_failure(folder: RunFolder, error: BaseException) -> None:
+def report_failure(folder: RunFolder, error: BaseException) -> None:
     """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
     was written: a run whose last files are lost is not finished."""
     summary = read_summary(folder) or {}
@@ -110,8 +110,8 @@ def tell_failure(folder: RunFolder, error: BaseException) -> None:
 
 def one_line(error: BaseException) -> str:
     """An error as it stands in a file: RoleDied: searcher-0 ended (exit status -9)."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return message if len(message) <= LONGEST_ERROR else f"{message[:LONGEST_ERROR]}..."
 
 
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:
@@ -161,7 +161,7 @@ def check_new_folder(path: Path, *, may_hold: str | None = None) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a file, which is made again where somebody has deleted it or its folder."""
+    """Append a line to a file, which is made again where it or its folder was deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -298,7 +298,7 @@ class WandbSink:
 
 
 class LastingStream:
-    """A text stream that drops what is written once nobody takes it any more; everything else is the stream's own."""
+    """A text stream that drops what is written once its reader is gone; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

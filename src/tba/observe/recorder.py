@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
+from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_message
 from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, make_sinks, one_line, write_json
 from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
 from tba.observe.run_folder import RunFolder
@@ -26,7 +26,7 @@ logger = logging.getLogger("tba")
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    *("_unlogged", "_lost", "_signal", "_beta", "_told_pace"),
+    *("_unlogged", "_lost", "_signal", "_beta", "_warned_of_pace"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 KEPT_TIMES = 10_000
@@ -34,7 +34,7 @@ KEPT_TIMES = 10_000
 SAMPLES_EVERY = 20
 """Steps between two entries of samples.jsonl."""
 PACE_STEP = 4
-"""Step at which a run that is far from done is told how long it will take."""
+"""Step at which a run that is far from done reports how long it will take."""
 FAR_SECONDS = 600.0
 """Time left from which on it is far from done."""
 
@@ -202,7 +202,7 @@ class Recorder:
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         listener: RunListener | None = None,
-        tell_height: Callable[[int], None] = lambda lines: None,
+        report_height: Callable[[int], None] = lambda lines: None,
         clock: TrainingClock | None = None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
@@ -239,7 +239,7 @@ class Recorder:
         self._mismatch = MismatchWatch()
         self._lost = LostResponses()
         self._signal = RewardSignal()
-        self._told_pace = False
+        self._warned_of_pace = False
         self._beta = BetaWatch()
         self._num_lines, self._num_samples = 0, 0
         self._unlogged: list[Mapping[str, float]] = []
@@ -256,7 +256,7 @@ class Recorder:
         """The collapse guard's last alarm; None = there was none."""
         self.rollbacks: list[Mapping[str, Any]] = []
         """The alarms after which the run went back, each with the step that it went back `to`."""
-        self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), tell_height)
+        self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), report_height)
 
     def training_starts(self) -> None:
         """Start the training clock, unless it runs."""
@@ -322,7 +322,7 @@ class Recorder:
         if step % thinning(step) == 0 or self.progress >= 1.0:
             self._log(step)
         self._progress.step(step, metrics)
-        self._tell_pace()
+        self._report_pace()
 
     def _log(self, step: int) -> None:
         """Write a line of the steps since the one before."""
@@ -338,19 +338,19 @@ class Recorder:
         self._read_clock(self.steps)
         self._log(self.steps)
 
-    def _tell_pace(self) -> None:
+    def _report_pace(self) -> None:
         """Say once, early, how long a run will take that is far from done."""
         left, pace = self.seconds_left, self.pace
-        if self._told_pace or self.steps < PACE_STEP or left is None or pace is None:
+        if self._warned_of_pace or self.steps < PACE_STEP or left is None or pace is None:
             return
-        self._told_pace = True
+        self._warned_of_pace = True
         if left > FAR_SECONDS:
             waited, steps = self._stability.summary().get("waited", 0.0), self.steps + round(left / max(pace, 1e-9))
-            self.note(pace_words(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
+            self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
-    def note(self, words: str) -> None:
+    def note(self, message: str) -> None:
         """A line that stays on the screen."""
-        self._progress.note(words)
+        self._progress.note(message)
 
     def stops(self) -> None:
         """The run was asked to end."""
@@ -412,7 +412,7 @@ class Recorder:
         return {**counted, "seconds": self.seconds, "elapsed": self.elapsed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting. Of what was written after the state was saved, evaluations that nobody will ask for again are
+        """Go on counting. Of what was written after the state was saved, evaluations that will not be asked for again are
         read (`late`): they are of weights from before. The lines are dropped by `cut_files`."""
         for name in COUNTED:
             setattr(self, name, state[name])

@@ -273,7 +273,7 @@ class Claim:
         _held.add(descriptor)
         claim = cls(path, descriptor, made)
         try:
-            _tell_of_another_host(folder)
+            _warn_of_another_host(folder)
             text = json.dumps(asdict(holder or Holder.of_this_process())) + "\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode(), 0)
@@ -318,7 +318,7 @@ def _in_use(folder: Path, holder: Holder | None) -> FolderInUse:
     )
 
 
-def _tell_of_another_host(folder: Path) -> None:
+def _warn_of_another_host(folder: Path) -> None:
     """A run that was killed on another host leaves its claim, without the lock."""
     last = holder_of(folder)
     if last is not None and last.host != socket.gethostname():
@@ -346,7 +346,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-# What a run writes, told from what somebody else has put there
+# What a run writes, as opposed to files that are not the run's
 
 
 def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:

@@ -31,7 +31,7 @@ the next, where an engine with wrong weights stays wrong."""
 
 REACHED, SPREAD = "tb/target_reached", "tb/reward_spread"
 FIRST_SPREADS = 4
-"""Batches whose mean spread is told at the start: one batch of sparse rewards says little."""
+"""Batches whose mean spread is reported at the start: one batch of sparse rewards says little."""
 RECENT = 20
 """Batches over which the share that was reached is averaged."""
 FEW_NATS = 4.0
@@ -39,15 +39,15 @@ FEW_NATS = 4.0
 GOOD_NATS = 20.0
 """Spread of the rewards in units of beta that a proposed beta gives."""
 NEAR = 0.4
-"""Share of the way to the target from which on beta holds back what is earned (notes/)."""
+"""Share of the way to the target from which on beta limits the reward (notes/)."""
 
-FIRST_TOLD, TOLD_TIMES = 64, 8
+FIRST_WARNING, WARN_AGAIN_TIMES = 64, 8
 """Number of responses after which it is said that their rewards do not differ, and the factor until it is said again."""
 SAMPLES = 2
 """Responses that are kept to be shown."""
 LONGEST_SAMPLE = 200
 """Characters of a prompt and a response that are shown."""
-LONGEST_WORDS = 500
+LONGEST_MESSAGE = 500
 """Characters of a reason that are kept."""
 
 
@@ -57,7 +57,7 @@ class MismatchWatch:
     rise of a mismatch beyond its limit that lasts.
 
     Two measures of it, in nats per token (`kl_estimate` in models/weights.py): `off_policy/mismatch_kl` of what searchers
-    really generate (train/mismatch.py), and `searcher/i/mismatch_kl` of the canary's tokens, for every version that a
+    really generate (trainer/mismatch.py), and `searcher/i/mismatch_kl` of the canary's tokens, for every version that a
     searcher compares. Rounding makes both greater than zero, by how much depends on model, precision and kernels. So they
     are judged by what they were at the first versions, where both sides surely hold the same weights, as the canary's own
     check does, which ends the run at a larger gap.
@@ -66,7 +66,7 @@ class MismatchWatch:
     _first: dict[str, list[float]] = field(default_factory=dict)
     """The first measurements, by what they are of."""
     _last: dict[str, float] = field(default_factory=dict)
-    """The newest measurement, by metric: one that stands on the board for several steps counts once."""
+    """The newest measurement, by metric: one that stays for several steps counts once."""
     _high: list[str] = field(default_factory=list)
     """Metrics that are beyond their limit, each as often as it was in a row, up to the warning."""
 
@@ -117,7 +117,7 @@ class BetaWatch:
     """The last one."""
     _spread: float = 0.0
     """The last one."""
-    _told_near: bool = False
+    _warned_near: bool = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Take a step's metrics; without those of trajectory balance they say nothing. Returns a line for the screen, once,
@@ -132,9 +132,9 @@ class BetaWatch:
                 line = self._start_line()
         self._reached = [*self._reached, (metrics[REACHED], spread)][-RECENT:]
         # Only over full windows: the share of a few batches is noise.
-        if len(self._reached) == RECENT and self.is_near and not self._told_near:
-            self._told_near = True
-            logger.warning("step %d: %s", step, self.words)
+        if len(self._reached) == RECENT and self.is_near and not self._warned_near:
+            self._warned_near = True
+            logger.warning("step %d: %s", step, self.message)
         return line
 
     @property
@@ -149,7 +149,7 @@ class BetaWatch:
         return self.reached > NEAR
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         return (
             f"the policy has come {min(1.0, self.reached):.0%} of the way to what objective.beta={self._beta:g} aims at, "
             f"while the rewards of one prompt still lie {self._spread:.2g} apart (standard deviation): a lower beta lets it "
@@ -165,22 +165,22 @@ class BetaWatch:
             "beta": self._beta,
             "reward_spread": float(f"{self._spread:.3g}"),
             "target_reached": round(self.reached, 3),
-            "words": self.words if self.is_near and len(self._reached) == RECENT else None,
+            "message": self.message if self.is_near and len(self._reached) == RECENT else None,
         }
 
     def _start_line(self) -> str | None:
         spread = sum(self._spreads) / len(self._spreads)
         nats = spread / self._beta
-        words = (
+        message = (
             f"rewards of one prompt lie {spread:.2g} apart (standard deviation), which is {nats:.2g} times "
             f"objective.beta={self._beta:g}"
         )
         if nats >= FEW_NATS:
-            return f"{words}."
+            return f"{message}."
         logger.warning(
             "%s: the target is near the reference, and little can be earned. Set objective.beta=%g or lower, or give the "
             "rewards a larger weight.",
-            *(words, rounded_beta(spread / GOOD_NATS)),
+            *(message, rounded_beta(spread / GOOD_NATS)),
         )
         return None
 
@@ -204,7 +204,7 @@ class RewardSignal:
     """Responses with their rewards, each of another group."""
     _by_prompt: dict[str, float] = field(default_factory=dict)
     """The reward that all responses to a prompt have had, by its id."""
-    _told_at: int = FIRST_TOLD
+    _warned_at: int = FIRST_WARNING
 
     def count(self, group: TrajectoryGroup, rewards: Sequence[float], texts: Callable[[], Sequence[str]]) -> None:
         """Take a group that has come; `rewards` are those that are trained on, NaN where none is applicable."""
@@ -225,17 +225,17 @@ class RewardSignal:
             cut_off = group.trajectories[index].completion.finish == "length"
             shown = {"prompt": group.prompt.text[-LONGEST_SAMPLE:], "response": texts()[index][:LONGEST_SAMPLE]}
             self.samples.append({**shown, "reward": own, "cut_off": cut_off})
-        if self.responses >= self._told_at:
-            self._told_at = TOLD_TIMES * self.responses
-            logger.warning("so far %s. Look at samples.jsonl and at the reward function.", self.words)
+        if self.responses >= self._warned_at:
+            self._warned_at = WARN_AGAIN_TIMES * self.responses
+            logger.warning("so far %s. Look at samples.jsonl and at the reward function.", self.message)
 
     @property
     def warning(self) -> str | None:
         """What is shown while the run goes on; None = rewards differ, or there are too few responses yet to say."""
-        return None if self.differs or self.responses < FIRST_TOLD else self.words
+        return None if self.differs or self.responses < FIRST_WARNING else self.message
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         if self.lowest == self.highest == 0.0:
             return f"no response was rewarded: {self.responses} responses, all 0.0"
         if self.lowest == self.highest:
@@ -250,32 +250,32 @@ class RewardSignal:
         0.0, "cut_off": False}, ...]}; None = rewards differ, or none has come."""
         if self.differs or not self.responses:
             return None
-        return {"responses": self.responses, "words": self.words, "samples": [dict(s) for s in self.samples]}
+        return {"responses": self.responses, "message": self.message, "samples": [dict(s) for s in self.samples]}
 
 
 @dataclass
 class LostResponses:
-    """Counts the responses that rewards failed on. The first is told at once, then at every tenfold number: a reward that
+    """Counts the responses that rewards failed on. The first is reported at once, then every tenfold number: a reward that
     fails now and then must not fill the screen, and one that fails often must not go unseen."""
 
     generated: int = 0
     lost: int = 0
     last: str = ""
     """Why the last of them was lost."""
-    _told_at: int = 1
+    _warned_at: int = 1
 
     def count(self, *, generated: int, lost: int, why: str) -> None:
         self.generated += generated
         if not lost:
             return
         self.lost += lost
-        self.last = why[:LONGEST_WORDS] or self.last
+        self.last = why[:LONGEST_MESSAGE] or self.last
         # At 1, 10, 100, ...: a reward that fails in every group may lose thousands at a time.
-        if self.lost >= self._told_at:
-            while self._told_at <= self.lost:
-                self._told_at *= 10
-            words = "%d of %d responses have no reward and are not trained on, the last: %s"
-            logger.warning(words, self.lost, self.generated, self.last)
+        if self.lost >= self._warned_at:
+            while self._warned_at <= self.lost:
+                self._warned_at *= 10
+            message = "%d of %d responses have no reward and are not trained on, the last: %s"
+            logger.warning(message, self.lost, self.generated, self.last)
 
     def summary(self) -> dict[str, Any] | None:
         """{"responses": 48, "share": 0.5, "last": "score failed at r.py:3: KeyError: 'a'"}; None = none was lost."""
@@ -286,7 +286,7 @@ class LostResponses:
 
 def no_signal_lines(found: Mapping[str, Any], *, max_new_tokens: int) -> list[str]:
     """What is shown at the end of a run of which nothing could be learned."""
-    lines = [f"{found['words']}. Nothing could be learned. Two of them:"]
+    lines = [f"{found['message']}. Nothing could be learned. Two of them:"]
     for sample in found["samples"]:
         cut = f", cut off at generate.max_new_tokens={max_new_tokens}" if sample["cut_off"] else ""
         lines.append(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.replay.columns import ResponseColumns, columns_of
-from tba.replay.sampling import Choice
+from tba.replay.draw import Choice
+from tba.runtime.columns import ResponseColumns, columns_of
 from tba.types import NO_ROW, Batch, Totals, TrajectoryGroup, total_reward
 
 NUM_FLOATS = 3

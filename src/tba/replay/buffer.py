@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
-from tba.replay.sampling import BufferedGroup, GroupQueue, MixedRule, PromptDraws, PromptEntry
+from tba.replay.draw import BufferedGroup, GroupQueue, MixedRule, PromptDraws, PromptEntry
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
@@ -157,7 +157,7 @@ class ReplayBuffer:
             return True
         if prompts_of_task - len(lost) >= num_prompts:
             return False  # enough others are there to come
-        # Some reward may fail on a prompt at every visit: waiting for it would never end.
+        # Some reward may fail on a prompt in every rollout: waiting for it would never end.
         stored = {prompt_id for prompt_id, _ in self._entry_of}
         return len(stored.union(lost)) >= prompts_of_task
 
@@ -339,7 +339,7 @@ class ReplayBuffer:
             self._entries[entry.index] = entry
             self._entry_of[entry.prompt_id, entry.reference_version] = entry
             self._next_entry += 1
-        self._draws.setdefault(entry.reference_version, PromptDraws()).visit(entry.index)
+        self._draws.setdefault(entry.reference_version, PromptDraws()).note_arrival(entry.index)
         if not self._first_arrivals or self._first_arrivals[-1][0] < step:
             self._first_arrivals.append((step, first))
             self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks

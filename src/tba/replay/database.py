@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tba.observe.files import sync, write_atomic
-from tba.replay.columns import decode
+from tba.runtime.columns import decode
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba.replay")
@@ -48,7 +48,7 @@ CREATE TABLE groups (
     rewards TEXT NOT NULL,           -- JSON object: mean of each reward component over the responses that have it
     time REAL NOT NULL,              -- seconds since 1970 when it was received
     checksum INTEGER NOT NULL,       -- CRC-32 of the columns above as a JSON array, then of the payload
-    payload BLOB NOT NULL            -- the group itself: tba/replay/columns.py has the layout
+    payload BLOB NOT NULL            -- the group itself: tba/runtime/columns.py has the layout
 );
 CREATE TABLE incarnations (incarnation TEXT PRIMARY KEY, highest INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -294,14 +294,14 @@ def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool
     else:
         copy = f", and {where} is an older copy" if where.is_file() else ""
         what = f"{path} does not exist on {socket.gethostname()}{copy}"
-    words = f"durable replay: {what}. {lost} of {max(stored, found.newest)} stored groups are lost"
+    message = f"durable replay: {what}. {lost} of {max(stored, found.newest)} stored groups are lost"
     if not accept_lost:
         raise DurableReplayError(
-            f"{words}. Restore the file from a copy, or go on with the groups that it and the checkpoint still have: `tba "
+            f"{message}. Restore the file from a copy, or go on with the groups that it and the checkpoint still have: `tba "
             f"train {home.parent} --resume --accept-lost-replay` (in Python accept_lost_replay=True)."
         )
     aside = f" The damaged file is now {salvage(where, found.readable)}." if found.damage is not None else ""
-    logger.warning("%s, and the run goes on without them.%s", words, aside)
+    logger.warning("%s, and the run goes on without them.%s", message, aside)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ import numpy as np
 from tba.config import Config
 from tba.observe.files import sync
 from tba.observe.run_folder import RunFolder
-from tba.replay.columns import columns_of, encode
 from tba.replay.database import (
     INSERT,
     RAISE_MARK,
@@ -44,8 +43,9 @@ from tba.replay.database import (
     remove_database,
     stored_file,
 )
-from tba.runtime.board import TRAINER_FIELDS, Row
 from tba.runtime.channels import wait_until
+from tba.runtime.columns import columns_of, encode
+from tba.runtime.counters import TRAINER_FIELDS, RoleCounters
 from tba.runtime.deadlines import Waiting
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
@@ -83,7 +83,7 @@ class GroupStore:
     """Responses that rows are kept for."""
     reward_weights: Mapping[str, float]
     """Weights of the reward components in the column `reward`."""
-    row: Row = field(default_factory=lambda: Row(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS))
+    row: RoleCounters = field(default_factory=lambda: RoleCounters(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS))
     """Where the caller's wait shows."""
     wait_seconds: float = 300.0
     """Deadline of that wait."""
@@ -353,7 +353,7 @@ def _number(value: float) -> float | None:
 
 
 def make_store(
-    config: Config, folder: RunFolder, *, reward_weights: Mapping[str, float], row: Row | None = None
+    config: Config, folder: RunFolder, *, reward_weights: Mapping[str, float], row: RoleCounters | None = None
 ) -> GroupStore | None:
     """The durable replay of a run, where its trainer's wait shows in `row`; None with replay.durability=off."""
     durability = config.replay.durability
@@ -365,7 +365,7 @@ def make_store(
         durability=durability,
         capacity=config.replay.capacity,
         reward_weights=reward_weights,
-        row=row or Row(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS),
+        row=row or RoleCounters(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS),
         wait_seconds=config.runtime.wait_seconds,
         final_copy=None if path == folder.replay else folder.replay,
     )

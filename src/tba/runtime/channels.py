@@ -1,7 +1,7 @@
 """How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
 else of the runtime: whether the other role is in this process, in another one or on another host.
 
-The ends of a trainer and of searchers in processes of their own are in ends.py.
+The ends of a trainer and of searchers in processes of their own are in connection.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tba.runtime.board import WAITS, Row, Wait
+from tba.runtime.counters import WAITS, RoleCounters, Wait
 from tba.runtime.deadlines import Idleness, Waiting
 
 logger = logging.getLogger("tba")
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
-TOLD_AFTER_SECONDS = 45.0
-"""Time without any movement after which a wait is told."""
+WARN_AFTER_SECONDS = 45.0
+"""Time without progress after which a wait is reported."""
 
 
 class GroupSender(Protocol):
@@ -110,7 +110,7 @@ def wait_until(
     ready: Callable[[], bool],
     *,
     name: Wait,
-    row: Row,
+    row: RoleCounters,
     deadline_seconds: float,
     waiting: Waiting,
     explain: Callable[[], str],
@@ -121,7 +121,7 @@ def wait_until(
 
     The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
     this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been. A wait in which
-    nothing has moved for TOLD_AFTER_SECONDS is told once, long before its deadline.
+    nothing has moved for WARN_AFTER_SECONDS is told once, long before its deadline.
     """
     if ready():
         return 0.0
@@ -132,7 +132,7 @@ def wait_until(
         while not ready():
             waiting.look()
             idle = idleness.look(progress())
-            if idle > TOLD_AFTER_SECONDS and not told:
+            if idle > WARN_AFTER_SECONDS and not told:
                 told = True
                 logger.warning("nothing has moved for %d s: %s.", idle, explain())
             if idle > deadline_seconds:

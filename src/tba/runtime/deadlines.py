@@ -24,8 +24,8 @@ MOST_NAMED = 8
 
 
 class Idleness:
-    """How long a number has stayed the same, by the clock of whoever looks at it: the clocks of two hosts are never
-    compared, and time in which nobody looked counts little."""
+    """How long a number has stayed the same, by the observer's clock: the clocks of two hosts are never
+    compared, and time without observation counts little."""
 
     def __init__(self) -> None:
         self._seen: float | None = None
@@ -79,13 +79,13 @@ class Waiting:
         more = f" and {len(self._ages) - MOST_NAMED} more" if len(self._ages) > MOST_NAMED else ""
         return (
             f"{what} ({name}: {self.waiter} waited for {self.awaited}, and nothing moved for {self.setting}={seconds:g} s; "
-            f"last heartbeat: {', '.join(ages) + more or 'nobody is there to show one'})"
+            f"last heartbeat: {', '.join(ages) + more or 'no process is there to show one'})"
         )
 
 
 def write_stacks_when_asked(stream: TextIO | None = None) -> bool:
     """From now on SIGUSR1 has this process write the stacks of all its threads to a stream (None = stderr) and go on; it
-    works while the main thread is stuck in C code too. False where somebody else has a use for the signal."""
+    works while the main thread is stuck in C code too. False where the signal is used otherwise."""
     if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return False
     faulthandler.register(signal.SIGUSR1, file=stream or sys.stderr, all_threads=True, chain=False)
@@ -106,19 +106,19 @@ def stacks_to(log: Path) -> Iterator[None]:
 
 
 def dump_stacks(pids: Sequence[int]) -> list[int]:
-    """Have processes write their stacks to their logs; returns those that were asked. One that does not heed the signal (it
-    has just started, or is not ours) is left out, for the signal would end it."""
+    """Have processes write their stacks to their logs; returns those that were asked. One that does not handle the
+    signal (it has just started, or is not ours) is left out, for the signal would end it."""
     asked = []
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError, FileNotFoundError):  # it has ended meanwhile
-            if _heeds(pid):
+            if _handles_signal(pid):
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(pid)
     return asked
 
 
-def _heeds(pid: int) -> bool:
-    """Whether a process has a handler for SIGUSR1; where the system does not tell, none is assumed."""
+def _handles_signal(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR1; where the system does not say, none is assumed."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

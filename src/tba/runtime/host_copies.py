@@ -18,7 +18,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from tba.runtime.slot_memory import TensorSpec, data_bytes
+from tba.runtime.weight_memory import TensorSpec, data_bytes
 
 logger = logging.getLogger("tba")
 

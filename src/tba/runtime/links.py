@@ -2,8 +2,8 @@
 
 Messages between trainer and searcher are groups, and pairs of a name and a value:
 
-    searcher -> trainer      a TrajectoryGroup as it is; ask: number of visits; evaluated: (version, metrics)
-    trainer -> searcher      stored: group ids; visits: those that it gets; evaluate: version; stop
+    searcher -> trainer      a TrajectoryGroup as it is; ask: number of rollouts; evaluated: (version, metrics)
+    trainer -> searcher      stored: group ids; rollouts: those that it gets; evaluate: version; stop
     any child -> parent      Failed
 
 Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.runtime.slot_memory import SlotsHandle
+    from tba.runtime.weight_memory import SharedWeightsHandle
 
 STOP = ("stop", None)
 """Trainer to searcher: end now."""
@@ -39,16 +39,16 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndsHandle:
+class ConnectionHandle:
     """What a searcher's process needs to find its ends.
 
-    EndsHandle(board="/proc/4711/fd/9", weights=SlotsHandle(...), references=None)
+    ConnectionHandle(board="/proc/4711/fd/9", weights=SharedWeightsHandle(...), references=None)
     """
 
-    board: str
+    counters: str
     """Handle of its memory."""
-    weights: SlotsHandle
-    references: SlotsHandle | None
+    weights: SharedWeightsHandle
+    references: SharedWeightsHandle | None
     """Where new references are published; None = they never are."""
 
 

@@ -1,4 +1,4 @@
-"""Where the roles of a run are on this machine, and what follows from it: where weight slots lie, which GPU is shared, and
+"""Where the roles of a run are on this machine, and what follows from it: where shared weights lie, which GPU is shared, and
 how many threads each process computes with.
 
 Nothing here imports torch, so that the supervisor can ask too.
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from tba.config import Config
-from tba.runtime.board import MAX_SEARCHERS
+from tba.runtime.counters import MAX_SEARCHERS
 
 logger = logging.getLogger("tba.runtime")
 
@@ -73,9 +73,9 @@ class RolePlacement:
         return self.trainer + self.searchers
 
     @property
-    def slots_device(self) -> str:
-        """Where weight slots lie: on the GPU that all roles use, where CUDA IPC lets every process read them; otherwise, and
-        where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
+    def shared_weights_device(self) -> str:
+        """Where shared weights lie: on the GPU that all roles use, where CUDA IPC lets every process read them;
+        otherwise, and where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
 
         They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in
         fp32 on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
@@ -163,7 +163,7 @@ def workers_of(config: Config) -> int:
     placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
     if placement.trainer[0] != "cpu":
         return 1
-    is_alone = config.takes_turns or threads.searcher == 1
+    is_alone = config.is_synchronous or threads.searcher == 1
     return _bounded(usable_cores()) if is_alone else threads.trainer
 
 
@@ -175,15 +175,15 @@ def threads_alone(config: Config) -> int:
 
 
 def _is_elsewhere(config: Config) -> bool:
-    """Whether the roles run on nodes that nobody here knows."""
-    return config.runtime.kind == "ray" and not config.takes_turns
+    """Whether the roles run on nodes that this process does not know."""
+    return config.runtime.kind == "ray" and not config.is_synchronous
 
 
 def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
     placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
     rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
     more = max(0, num_searchers - len(placement.searchers))
-    searchers = () if config.takes_turns else placement.searchers + placement.searchers[-1:] * more
+    searchers = () if config.is_synchronous else placement.searchers + placement.searchers[-1:] * more
     devices = (*rank_devices, *searchers)
     on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
     if not on_cpu:
@@ -261,7 +261,7 @@ def why_no_mps(config: Config) -> str | None:
     """What speaks against a daemon for this run; None = nothing. Looks at the machine without touching the GPU."""
     if config.runtime.mps == "off":
         return "runtime.mps=off"
-    if config.takes_turns:
+    if config.is_synchronous:
         return f"in {config.mode} mode one process uses the GPU"
     placement = RolePlacement.of(config)  # what speaks for auto being cuda here is looked at next
     if set(placement.devices) == {"cpu"} or not sees_gpu():
@@ -296,11 +296,11 @@ def start_mps(config: Config) -> bool:
     return False
 
 
-def give_way_to_searchers(config: Config) -> None:
+def lower_mps_priority(config: Config) -> None:
     """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
     go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
     round little is lost (notes/gpu.md)."""
-    if PIPES in os.environ and not config.takes_turns and RolePlacement.of(config).shared_gpus:
+    if PIPES in os.environ and not config.is_synchronous and RolePlacement.of(config).shared_gpus:
         os.environ.setdefault(PRIORITY, BELOW_NORMAL)
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("tba")
 
 ROLE_MODULES = (
     *("torch", "transformers", "transformers.models.auto.modeling_auto"),
-    *("tba.search.role", "tba.launch.start"),
+    *("tba.searcher.process", "tba.run.start"),
 )
 """What trainer and searchers need, imported once by the process that they are forked from."""
 KILL_SECONDS = 10.0
@@ -44,7 +44,7 @@ IMPORT_SECONDS = 300
 """Time for a new server to import what roles need and to fork the first one."""
 START_SECONDS = 15
 """Time for a server to fork a role later on, which takes milliseconds."""
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 """Longest time between two looks at a role whose end is waited for."""
 
 
@@ -241,7 +241,7 @@ class ForkedProcess:
 
     def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
-        while (status := self._look(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
+        while (status := self._look(min(CHECK_SECONDS, max(0.0, deadline - time.monotonic())))) is None:
             if time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
         return status

@@ -4,7 +4,7 @@
 {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
 Every row is checked, and held out or trained on by a hash of its prompt. Prompts of a plain file stay there: two numbers of
-each are kept in memory, the rest is read when it is visited.
+each are kept in memory, the rest is read when it is drawn.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import LazyPrompts, hash_64, make_prompt, not_held_out, nothing_left, question_key, share_of
+from tba.tasks.data.make_prompt import (
+    LazyPrompts,
+    hash_64,
+    make_prompt,
+    not_held_out,
+    nothing_left,
+    question_key,
+    share_of,
+)
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.files import GIVEN_ARGUMENTS, check_reward_function, shortened
 from tba.tasks.rewards.functions import RewardSet, named_rewards
+from tba.tasks.rewards.load_function import GIVEN_ARGUMENTS, check_reward_function, shortened
+from tba.tasks.task import EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.types import Completion, Prompt, combined_reward
 
 logger = logging.getLogger("tba.tasks")
@@ -52,7 +60,7 @@ class CustomTask:
         self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
-        self.split_words = _split_words(len(train), len(held_out), _held_out_words(config), held_out is train)
+        self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
         """How the data is split, for the user."""
         self._config = config
         self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
@@ -87,18 +95,21 @@ class CustomTask:
         return AnswerEvaluator(self, inputs, mean_rewards=True)
 
 
-def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:
+def _split_message(num_train: int, num_held_out: int, message: str, is_same: bool) -> str:
     if is_same:
         return (
             f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} different ones are not "
             "split. Give others as task.eval_data (eval_dataset)."
         )
     if not num_held_out:
-        return f"trains on {num_train} prompts and is not evaluated: none is held out ({words}). task.eval_data gives some."
-    return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({words})."
+        return (
+            f"trains on {num_train} prompts and is not evaluated: none is held out ({message}). task.eval_data "
+            f"gives some."
+        )
+    return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({message})."
 
 
-def _held_out_words(config: TaskConfig) -> str:
+def _held_out_message(config: TaskConfig) -> str:
     """The setting that says which prompts are held out."""
     if config.eval_data is None:
         return f"task.eval_fraction={config.eval_fraction}"
@@ -137,10 +148,10 @@ def read_sides(
         held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
     if trains and different == 1:
         also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
-        words = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
-        logger.warning(words, data, len(train), also)
+        message = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
+        logger.warning(message, data, len(train), also)
     if held_out is not train:
-        train.leave_out(held_out, data=data, held_out_words=_held_out_words(config), trains=trains)
+        train.leave_out(held_out, data=data, held_out_message=_held_out_message(config), trains=trains)
     return train, held_out
 
 
@@ -174,7 +185,7 @@ def read_prompts(
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
+    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is drawn."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     """None = prompts are counted only, and have no tokens."""
@@ -233,12 +244,12 @@ class FilePrompts(LazyPrompts):
         self._offsets.append(row.offset)
         self._lines.append(row.line)
 
-    def leave_out(self, held_out: FilePrompts, *, data: str, held_out_words: str, trains: bool = True) -> None:
+    def leave_out(self, held_out: FilePrompts, *, data: str, held_out_message: str, trains: bool = True) -> None:
         """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
         prompt has no others to be evaluated on: it keeps it."""
         if len(set(self.keys)) == 1:
             return
-        stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
+        stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_message, trains=trains)
         self.keys = array("Q", compress(self.keys, stays))
         self._offsets, self._lines = (array("q", compress(own, stays)) for own in (self._offsets, self._lines))
         self._kept = None if self._kept is None else list(compress(self._kept, stays))

@@ -31,12 +31,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config
-from tba.generate.contract import Engine, Scorer
+from tba.engine.contract import Engine, Scorer
 from tba.models.load import LoadedModel
 from tba.observe.files import check_may_replace
 from tba.observe.metrics import mean_metrics
-from tba.runtime.board import Row
-from tba.tasks.base import (
+from tba.runtime.counters import RoleCounters
+from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
+from tba.tasks.rewards.pool import outcomes_of, texts_of
+from tba.tasks.task import (
     BetweenSteps,
     EvaluationInputs,
     Evaluator,
@@ -45,8 +47,6 @@ from tba.tasks.base import (
     Rewards,
     Task,
 )
-from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
-from tba.tasks.rewards.pool import outcomes_of, texts_of
 from tba.tasks.user_task import CheckedEvaluator, user_code
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
@@ -149,13 +149,13 @@ class AnswerEvaluator(TaskEvaluator):
 
 
 def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """The number of responses without a reward, told and counted: they are not solved, whatever they say. Empty = all have
-    one."""
+    """The number of responses without a reward, reported and counted: they are not solved, whatever they say. Empty =
+    all have one."""
     reasons = [why for own in outcomes for outcome in own if (why := why_no_reward(outcome))]
     if not reasons:
         return {}
-    words = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
-    logger.warning(words, len(reasons), sum(map(len, outcomes)), reasons[-1])
+    message = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
+    logger.warning(message, len(reasons), sum(map(len, outcomes)), reasons[-1])
     return {"num_responses_without_reward": float(len(reasons))}
 
 
@@ -205,7 +205,7 @@ def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Compo
 class CountedEngine:
     """An engine that shows how many of the responses it was asked for are `done`; the rest is the engine's own."""
 
-    def __init__(self, engine: Engine, row: Row) -> None:
+    def __init__(self, engine: Engine, row: RoleCounters) -> None:
         self._engine = engine
         self._row = row
 

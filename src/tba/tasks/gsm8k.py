@@ -28,7 +28,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.tasks.data.prompts import QuestionAnswer, Source
+from tba.tasks.data.make_prompt import QuestionAnswer, Source
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.questions import QuestionTask
 

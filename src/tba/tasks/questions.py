@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import QuestionAnswer, Source, make_prompt, nothing_left, read_splits, uses_chat
+from tba.tasks.data.make_prompt import QuestionAnswer, Source, make_prompt, nothing_left, read_splits, uses_chat
 from tba.tasks.data.rows import BadRows
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome
+from tba.tasks.task import EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.types import Completion, Prompt
 
 WHY_MISSING: dict[Split, str] = {

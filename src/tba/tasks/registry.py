@@ -17,12 +17,12 @@ from tba.config import Config, TaskConfig
 from tba.models.load import LoadedModel
 from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.problems import ArithmeticTask
-from tba.tasks.base import Task, TaskInputs
 from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.dataset import MathTask
 from tba.tasks.red_team.attacking import RedTeamTask
-from tba.tasks.rewards.files import load_named
+from tba.tasks.rewards.load_function import load_named
+from tba.tasks.task import Task, TaskInputs
 from tba.tasks.tldr.summarising import TLDRTask
 from tba.tasks.user_task import user_code
 
@@ -84,7 +84,7 @@ def make_task(
     if missing:
         raise ValueError(
             f"task.name={config.name}: {config.label} has no {', '.join(missing)}. A task needs {', '.join(TASK_PARTS)}: "
-            "see the class Task in tba.tasks.base."
+            "see the class Task in tba.tasks.task."
         )
     return task
 

@@ -1,6 +1,6 @@
 """What a task of a user's own (task.name=file.py:Class) hands over, checked where it is handed over: prompts, outcomes and
 metrics. A wrong one would otherwise show far from its cause, or, with two prompts of one id, not at all. What the task
-raises is told with its own file and line.
+raises is reported with its own file and line.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tba
 from tba.config import TaskConfig
-from tba.tasks.base import Split, Task
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.files import describe
+from tba.tasks.rewards.load_function import describe
+from tba.tasks.task import Split, Task
 from tba.types import Prompt
 
 if TYPE_CHECKING:  # it imports this file
-    from tba.generate.contract import Engine
-    from tba.tasks.base import BetweenSteps, Evaluator
+    from tba.engine.contract import Engine
+    from tba.tasks.task import BetweenSteps, Evaluator
 
 
-PACKAGE = str(Path(tba.__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 
 
 class TaskFailed(ValueError):
@@ -33,7 +32,7 @@ class TaskFailed(ValueError):
 
 
 class WrongOutcomes(ValueError):
-    """A user's task returned something else than outcomes, which it would do again whoever asks."""
+    """A user's task returned something else than outcomes, which it would do again."""
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def _file_of(kind: Any) -> str | None:
 
 
 def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
-    """Refuse prompts that cannot be visited, or told apart: an engine knows a response by the id of its prompt."""
+    """Refuse prompts that cannot be drawn, or told apart: an engine knows a response by the id of its prompt."""
     with user_code(type(task), f".prompts({split!r})"):
         prompts = task.prompts(split)
     what = f"task.name={config.name}: {config.label}.prompts({split!r})"
@@ -73,9 +72,9 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
             raise ValueError(
-                f"{what}[{number}] is a {type(prompt).__name__}: make prompts with tba.tasks.data.prompts.make_prompt."
+                f"{what}[{number}] is a {type(prompt).__name__}: make prompts with tba.tasks.data.make_prompt.make_prompt."
             )
-        # Random numbers, the replay buffer and the ledger of visits all know a prompt by its id.
+        # Random numbers, the replay buffer and the prompt queue all know a prompt by its id.
         if prompt.id in seen:
             raise ValueError(f"{what}: id {prompt.id!r} occurs twice; ids must be unique.")
         seen.add(prompt.id)

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting a private one, so that nobody who has no token can reach it.
+"""Joining a Ray cluster, or starting a private one, so that only holders of its token can reach it.
 
 Whoever reaches a Ray port can run code there. So a cluster is joined only with token authentication on, and a private one is
 bound to loopback, has a token of its own, no dashboard, and sends no usage statistics.
@@ -60,7 +60,8 @@ def _check_token(address: str | None) -> None:
     has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if os.environ.get("RAY_AUTH_MODE") != "token" or not (has_token or _default_token()):
         raise ConfigError(
-            f"runtime.address={address}: a cluster is joined with a token only, for whoever reaches its ports can run code "
+            f"runtime.address={address}: a cluster is joined with a token only: any client that reaches its ports can "
+            f"run code "
             "there. Start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (`ray get-auth-token --generate` makes "
             "one), and set both here too."
         )

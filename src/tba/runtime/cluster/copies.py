@@ -126,7 +126,7 @@ class RunCopy:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        """Held by whoever changes or reads the copy."""
+        """Held while the copy is changed or read."""
         self._have: dict[str, str] = {}
         """What was copied last, as `what_is_there` tells it."""
         self._fetching = threading.Thread()

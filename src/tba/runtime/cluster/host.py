@@ -1,6 +1,6 @@
 """The Ray actor that a role runs under: it holds the role's resources on a node, starts the role as a process there, and
-stands for the rest of the run towards it. The process finds a board, slots and a link as on one machine; it ends with the
-actor, and the actor's end, however it came, is seen by whoever started it.
+stands for the rest of the run towards it. The process finds counters, weight buffers and a link as on one machine; it
+ends with the actor, and the actor's end, however it came, is seen by the process that started it.
 
 Nothing here imports torch: an actor is there in a moment.
 """
@@ -21,17 +21,17 @@ import numpy as np
 import ray
 
 from tba.observe.run_folder import RunFolder
-from tba.runtime.board import Board
 from tba.runtime.cluster import copies
-from tba.runtime.cluster.weights import Offer, WeightMirror
-from tba.runtime.links import EndsHandle
+from tba.runtime.cluster.weight_relay import Offer, WeightMirror
+from tba.runtime.counters import SharedCounters
+from tba.runtime.links import ConnectionHandle
 from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba")
 
 COLLECT_SECONDS = 0.02
 """Time for which frames are collected after the first: a call for each would keep a core busy."""
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """Time between two looks at the run folder."""
 CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
 """Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
@@ -43,7 +43,7 @@ class Exchanged:
 
     frames: list[bytes]
     row: bytes
-    """Its row of the board."""
+    """Its row of the shared counters."""
     pid: int
     status: int | None
     """None while it runs."""
@@ -63,8 +63,8 @@ class RoleHost:
         sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         self._name = name
         self._searcher = searcher
-        self._board = Board.create()
-        self._own = self._board.own_part(searcher)
+        self._counters = SharedCounters.create()
+        self._own = self._counters.own_part(searcher)
         self._role: RoleProcess | None = None
         self._started = threading.Event()
         """The role's process is there."""
@@ -82,22 +82,22 @@ class RoleHost:
         target: str | bytes,
         arguments: Mapping[str, Any],
         *,
-        ends: EndsHandle | None,
+        connection: ConnectionHandle | None,
         log: str | None,
         threads: int,
     ) -> None:
-        """Start the role. A searcher, which is given `ends`, starts when the first weights of its trainer are there; a
+        """Start the role. A searcher, which is given `connection`, starts when the first weights of its trainer are there; a
         trainer finds its host in `arguments`."""
         log_path = None if log is None else Path(log)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        board = self._board.memory.handle
-        if ends is None:
-            own = {"host": replace(arguments["host"], board=board)}
+        counters = self._counters.memory.handle
+        if connection is None:
+            own = {"host": replace(arguments["host"], counters=counters)}
         else:
-            ends = replace(ends, board=board)
-            self._mirror = WeightMirror(ends)
-            own = {"ends": self._mirror.ends(ends)}
+            connection = replace(connection, counters=counters)
+            self._mirror = WeightMirror(connection)
+            own = {"connection": self._mirror.connection(connection)}
             self._has_mirror.set()
             # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
             self._has_weights.wait()
@@ -117,9 +117,9 @@ class RoleHost:
             self._has_weights.set()
 
     @ray.method(concurrency_group="exchange")
-    def exchange(self, board: bytes, timeout_seconds: float) -> Exchanged:
-        """Take in the board and hand out what the role has sent; waits for that, but not longer than the time."""
-        self._board.take_others(np.frombuffer(board, np.float64), self._own)
+    def exchange(self, counters: bytes, timeout_seconds: float) -> Exchanged:
+        """Take in the shared counters and hand out what the role has sent; waits for that, but not longer than the time."""
+        self._counters.take_others(np.frombuffer(counters, np.float64), self._own)
         frames: list[bytes] = []
         try:
             self._take(frames, self._frames.get(timeout=timeout_seconds))
@@ -131,7 +131,7 @@ class RoleHost:
         role = self._role
         return Exchanged(
             frames=frames,
-            row=self._board.values[self._own].tobytes(),
+            row=self._counters.values[self._own].tobytes(),
             pid=0 if role is None else role.pid,
             status=None if role is None else role.status,
             hung_up=self._hung_up,
@@ -141,7 +141,7 @@ class RoleHost:
     def _look_at_files(self, role: RoleProcess | None) -> Mapping[str, str] | None:
         """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
         ended = role is not None and role.status is not None
-        if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):
+        if self._copied is None or role is None or (time.monotonic() < self._looked + CHECK_SECONDS and not ended):
             return None
         self._looked = time.monotonic()
         try:

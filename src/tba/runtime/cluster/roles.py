@@ -1,11 +1,12 @@
-"""Roles on a Ray cluster, as whoever starts them sees them: each is an actor (host.py) with stated resources, and its link
+"""Roles on a Ray cluster, as their starter sees them: each is an actor (host.py) with stated resources, and its link
 is carried by calls of the actor. Neither supervisor nor trainer can tell them from processes of their own machine.
 
 The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
 actors when that process is gone.
 
-One call at a time takes the board to a role's node and brings back what the role has sent and its part of the board; another
-one takes messages to it. Signs of life are numbers that rise, never times: clocks of two nodes are not compared.
+One call at a time takes the shared counters to a role's node and brings back what the role has sent and its part of the
+shared counters; another one takes messages to it. Signs of life are numbers that rise, never times: clocks of two nodes
+are not compared.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import ray.exceptions
 
 from tba.config import Config
 from tba.observe.run_folder import Holder, RunFolder
-from tba.runtime.board import Board
 from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
-from tba.runtime.cluster.weights import WeightRelay
-from tba.runtime.links import EndsHandle, Link
+from tba.runtime.cluster.weight_relay import WeightRelay
+from tba.runtime.counters import SharedCounters
+from tba.runtime.links import ConnectionHandle, Link
 from tba.runtime.placement import threads_of
 
 logger = logging.getLogger("tba")
@@ -60,7 +61,7 @@ class ClusterRole:
         self,
         name: str,
         actor: Any,
-        board: Board,
+        counters: SharedCounters,
         *,
         searcher: int | None,
         log: Path | None,
@@ -78,8 +79,8 @@ class ClusterRole:
         self._actor = actor
         self._calls: list[Any] = [started]
         """Calls whose end has not been seen yet."""
-        self._board = board
-        self._own = board.own_part(searcher)
+        self._counters = counters
+        self._own = counters.own_part(searcher)
         self._copy = copy
         self._when_ended = ended
         self._ended = threading.Event()
@@ -129,10 +130,10 @@ class ClusterRole:
     def _exchange(self) -> None:
         """Bring frames and signs of life."""
         try:
-            found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
+            found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
-                self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
+                self._counters.take_own(np.frombuffer(found.row, np.float64), self._own)
             self._frames += found.frames
             if self._copy is not None and found.files is not None and self.alive:
                 # One that came to its end may have just saved; one that was killed has not, and the next one is due.
@@ -192,10 +193,10 @@ def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: fl
 class ClusterTrainers:
     """Places the trainer of a run on a node."""
 
-    def __init__(self, config: Config, board: Board, replica: RunFolder | None, owner: Holder) -> None:
+    def __init__(self, config: Config, counters: SharedCounters, replica: RunFolder | None, owner: Holder) -> None:
         """`replica` is the folder on this node to which the run is copied; None = it is not."""
         self._config = config
-        self._board = board
+        self._counters = counters
         self._copy = None if replica is None else RunCopy(replica)
         self._replica = None if replica is None else replica_actor(config, replica, owner)
         """Held: the actor ends with the last one who knows it."""
@@ -209,8 +210,8 @@ class ClusterTrainers:
         gpus = each if ranks == 1 else ranks * math.ceil(each)
         copied = None if copy is None else config.run_folder
         actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
-        role = ClusterRole("trainer", actor, self._board, searcher=None, log=None, copy=copy)
-        begin = partial(actor.start.remote, target, ends=None, log=None, threads=threads_of(config).trainer)
+        role = ClusterRole("trainer", actor, self._counters, searcher=None, log=None, copy=copy)
+        begin = partial(actor.start.remote, target, connection=None, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
         else:
@@ -257,31 +258,38 @@ class ClusterTrainers:
 class ClusterSearchers:
     """Starts the searchers of the trainer in this process, and has its weights go to those there are."""
 
-    def __init__(self, config: Config, board: Board, logs: Path) -> None:
+    def __init__(self, config: Config, counters: SharedCounters, logs: Path) -> None:
         self._gpus_each = gpus_each(config)
         self._threads = threads_of(config).searcher
-        self._board = board
+        self._counters = counters
         self._logs = logs
         self._relay: WeightRelay | None = None
         """None before the first searcher is started."""
 
     def start(
-        self, target: Callable[..., None], arguments: Mapping[str, Any], ends: EndsHandle, index: int, incarnation: str
+        self,
+        target: Callable[..., None],
+        arguments: Mapping[str, Any],
+        connection: ConnectionHandle,
+        index: int,
+        incarnation: str,
     ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
         actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
         started = actor.start.remote(
             cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
             {"index": index, "incarnation": incarnation},
-            ends=ends,
+            connection=connection,
             log=str(log),
             threads=self._threads,
         )
         if self._relay is None:
-            self._relay = WeightRelay(ends)
+            self._relay = WeightRelay(connection)
         self._relay.add(incarnation, actor.take_weights.remote)
         ended = partial(self._relay.remove, incarnation)
-        return ClusterRole(name, actor, self._board, searcher=index, log=log, queued=True, started=started, ended=ended)
+        return ClusterRole(
+            name, actor, self._counters, searcher=index, log=log, queued=True, started=started, ended=ended
+        )
 
     def close(self) -> None:
         if self._relay is not None:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple
 
-from tba.tasks.base import Split, TaskInputs
-from tba.tasks.data.prompts import LazyPrompts, make_prompt
+from tba.tasks.data.make_prompt import LazyPrompts, make_prompt
 from tba.tasks.gsm8k import final_number, same_number
 from tba.tasks.outcomes import Outcome
 from tba.tasks.questions import RightOrWrong
+from tba.tasks.task import Split, TaskInputs
 from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -120,8 +120,8 @@ class ArithmeticTask(RightOrWrong):
 
 class ProblemPrompts(LazyPrompts):
     """Prompts that are made one by one, each time they are asked for: drawing and encoding all of them takes seconds, and
-    the trainer, which only counts them, or a searcher that visits a few, need not wait for that. None is kept, or a
-    searcher's memory would grow with every visit of its first epoch."""
+    the trainer, which only counts them, or a searcher that draws a few, need not wait for that. None is kept, or a
+    searcher's memory would grow with every rollout of its first epoch."""
 
     def __init__(
         self, count: int, draw: Callable[[], Sequence[Problem]], make: Callable[[int, Problem], Prompt]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
-from tba.models.names import LFS_POINTER
+from tba.models.paths import LFS_POINTER
 
 logger = logging.getLogger("tba.tasks")
 
@@ -31,7 +31,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz")
 LONGEST_LINE = 64 * 2**20
 """Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
 LINES_NAMED = 5
-"""Number of line numbers that are told for each reason."""
+"""Number of line numbers that are shown for each reason."""
 SCRIPT_FOLDER = ".inputs"
 """Ending of the folder, beside a run folder, with the datasets that a script gave TBATrainer, as SCRIPT_FILES."""
 SCRIPT_FILES = {"train.jsonl": "train_dataset", "eval.jsonl": "eval_dataset", "evaluate.jsonl": "eval_dataset"}
@@ -91,9 +91,9 @@ Kept = TypeVar("Kept")
 class BadRow(ValueError):
     """A row that cannot be used: BadRow("missing column", "train.jsonl line 2 has no `answer` column.")"""
 
-    def __init__(self, reason: str, words: str) -> None:
-        """`reason` is what such rows are counted under, `words` the whole message about this one."""
-        super().__init__(words)
+    def __init__(self, reason: str, message: str) -> None:
+        """`reason` is what such rows are counted under, `message` the whole message about this one."""
+        super().__init__(message)
         self.reason = reason
 
 

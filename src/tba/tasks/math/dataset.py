@@ -14,13 +14,13 @@ when it is right.
 
 from __future__ import annotations
 
-from tba.tasks.base import TaskInputs
-from tba.tasks.data.prompts import QuestionAnswer, Source
+from tba.tasks.data.make_prompt import QuestionAnswer, Source
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.math.answers import last_boxed, normal_form
 from tba.tasks.math.grading import same_answer
 from tba.tasks.math.symbolic import require_math_verify, symbolic_equality
 from tba.tasks.questions import QuestionTask
+from tba.tasks.task import TaskInputs
 
 
 def read_problem(row: DataRow) -> QuestionAnswer:

@@ -2,7 +2,7 @@ r"""Whether two formulas are equal, by math-verify and sympy, in a process of it
 
 sympy may compute for hours over one line of a model's babble (`9^{9^{9^9}}`), inside C code that no alarm interrupts, and
 math-verify's own time limit works in a main thread of POSIX alone. So comparisons run in a worker that is killed when one
-takes too long. Whatever goes wrong there counts as not equal: told once, counted after that.
+takes too long. A comparison that fails there counts as not equal: the first is reported, all are counted.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ class SymbolicEquality:
         self.close()
         return "the worker died" if died else f"it took longer than {self._comparison_seconds:g} s"
 
-    def _count_failure(self, given: str, wanted: str, words: str) -> None:
+    def _count_failure(self, given: str, wanted: str, message: str) -> None:
         self.num_failures += 1
         if self.num_failures == 1:
             logger.warning(
-                "%s", f"{given!r} could not be compared with {wanted!r} ({words}): not equal. Told for the first only."
+                "%s",
+                f"{given!r} could not be compared with {wanted!r} ({message}): not equal. Reported for the first only.",
             )
 
 

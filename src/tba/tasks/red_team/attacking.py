@@ -21,11 +21,10 @@ from typing import get_args
 import numpy as np
 
 from tba.config import RedTeamConfig
-from tba.generate.contract import Engine
-from tba.models.names import check_named
+from tba.engine.contract import Engine
+from tba.models.paths import check_named
 from tba.observe.metrics import mean_metrics
-from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.evaluation import Distance, TaskEvaluator, in_parts
 from tba.tasks.outcomes import Outcome
 from tba.tasks.red_team.models import (
@@ -40,6 +39,7 @@ from tba.tasks.red_team.models import (
     WordCounts,
     mode_of,
 )
+from tba.tasks.task import BetweenSteps, EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.types import Completion, Prompt
 
 SUCCESS = 0.5

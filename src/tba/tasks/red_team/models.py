@@ -26,9 +26,9 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from tba.config import GenerateConfig, ModelConfig
-from tba.generate.make import make_engine
+from tba.engine.make_engine import make_engine
 from tba.models.load import load_model
-from tba.tasks.data.prompts import encode
+from tba.tasks.data.make_prompt import encode
 from tba.tasks.encoders import load_encoder
 from tba.tasks.evaluation import respond
 from tba.types import Prompt, Sampling

@@ -1,4 +1,4 @@
-"""A user's reward functions: called with TRL's or verl's signature, their values checked, their failures told.
+"""A user's reward functions: called with TRL's or verl's signature, their values checked, their failures reported.
 
 TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (trainer_state, log_extra and
        log_metric are among the columns)
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
-from tba.tasks.rewards.files import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
+from tba.tasks.rewards.load_function import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop

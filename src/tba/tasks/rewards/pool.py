@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
-from tba.tasks.base import FinishedGroup, Rewards, Task
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
+from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
 from tba.types import Completion
 
@@ -112,13 +112,16 @@ class DirectRewards:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _Member:
     """The place of one worker: its process, started anew when it was killed or has died."""
 
     process: WorkerProcess | None = None
 
     def close(self) -> None:
-        process, self.process = self.process, None  # at once: the seat's thread and the searcher may both close it
+        process, self.process = (
+            self.process,
+            None,
+        )  # at once: the place in the pool's thread and the searcher may both close it
         if process is not None:
             process.kill()
 
@@ -144,7 +147,7 @@ class WorkerRewards:
         self._passed_on = passed_on
         self._log = log
         self._num_workers = num_workers
-        self._seats: list[_Seat] = []
+        self._members: list[_Member] = []
         self._waiting: SimpleQueue[FinishedGroup | None] = SimpleQueue()
         """Groups without a worker; None ends a thread."""
         self._answers: SimpleQueue[tuple[FinishedGroup, list[Outcome]] | Exception] = SimpleQueue()
@@ -178,9 +181,9 @@ class WorkerRewards:
     def close(self) -> None:
         with self._lock:  # no worker is started after this
             self._closed = True
-        for seat in self._seats:
+        for member in self._members:
             self._waiting.put(None)
-            seat.close()
+            member.close()
 
     def _add_seats(self) -> None:
         """Add workers where groups wait for one, as many as may be."""
@@ -188,44 +191,44 @@ class WorkerRewards:
         # One until the first answer: a reward that cannot be loaded or always hangs is found out by one worker.
         if self._first is not None and self._unanswered_seconds is None:
             most = self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
-        while len(self._seats) < min(most, self.outstanding):
-            self._seats.append(_Seat())
+        while len(self._members) < min(most, self.outstanding):
+            self._members.append(_Member())
             # A worker ends with the thread that has started it: a thread lasts until the workers are closed.
-            threading.Thread(target=self._serve, args=(self._seats[-1],), daemon=True, name="rewards").start()
+            threading.Thread(target=self._serve, args=(self._members[-1],), daemon=True, name="rewards").start()
 
-    def _serve(self, seat: _Seat) -> None:
-        """Have groups scored by one worker, one after another. Runs in the thread of its seat."""
+    def _serve(self, member: _Member) -> None:
+        """Have groups scored by one worker, one after another. Runs in the thread of its place in the pool."""
         while (group := self._waiting.get()) is not None and not self._closed:
             try:
-                self._answers.put((group, self._scored(seat, group)))
+                self._answers.put((group, self._scored(member, group)))
             except Exception as error:  # raised by `ready`, which would wait for this group for ever
                 self._answers.put(error)
                 return
 
-    def _scored(self, seat: _Seat, group: FinishedGroup) -> list[Outcome]:
+    def _scored(self, member: _Member, group: FinishedGroup) -> list[Outcome]:
         """The outcomes of a group's samples: of one call for all or, where that hangs, of one for each if they do not depend
         on one another."""
         count = len(group.texts)
         try:
-            return self._called(seat, group, slice(count))
+            return self._called(member, group, slice(count))
         except RewardFailed as error:
             reason = str(error)
         if count == 1 or self._first is None:
             return [RewardFailed(reason)] * count
         if not self._first.per_sample:
-            words = f"(all {count} samples of the call are lost: the reward does not say that it is per_sample)"
-            return [RewardFailed(f"{reason} {words}")] * count
+            message = f"(all {count} samples of the call are lost: the reward does not say that it is per_sample)"
+            return [RewardFailed(f"{reason} {message}")] * count
         outcomes: list[Outcome] = []
         for index in range(count):
             try:
-                outcomes += self._called(seat, group, slice(index, index + 1))
+                outcomes += self._called(member, group, slice(index, index + 1))
             except RewardFailed as error:
                 outcomes.append(RewardFailed(str(error)))
         return outcomes
 
-    def _called(self, seat: _Seat, group: FinishedGroup, samples: slice) -> list[Outcome]:
+    def _called(self, member: _Member, group: FinishedGroup, samples: slice) -> list[Outcome]:
         """What the reward says of some samples of a group; RewardFailed where it hangs or its worker dies."""
-        process = seat.process or self._started(seat)
+        process = member.process or self._started(member)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         ids = [completion.token_ids.tolist() for completion in group.completions[samples]]
         prompt, step = group.prompt, max(completion.version for completion in group.completions)
@@ -234,7 +237,7 @@ class WorkerRewards:
         answer = process.link.receive(self._timeout_seconds if left is None else min(self._timeout_seconds, left))
         if not isinstance(answer, Scored):
             reason = self._why_silent(process, answer)
-            seat.close()  # it still computes, or is dead: its next answer would be taken for another call's
+            member.close()  # it still computes, or is dead: its next answer would be taken for another call's
             if reason is None:
                 raise self._hung(time.monotonic() - started)
             raise RewardFailed(reason)
@@ -242,16 +245,16 @@ class WorkerRewards:
             raise RewardUnusable(str(broken))
         self._unanswered_seconds = None
         if answer.spent:
-            seat.close()
+            member.close()
         return list(answer.outcomes)
 
-    def _started(self, seat: _Seat) -> WorkerProcess:
+    def _started(self, member: _Member) -> WorkerProcess:
         """A new worker that has loaded the rewards. One that could never load them would not the next time either."""
         with self._lock:
             if self._closed:
                 raise RewardUnusable("the workers are closed")
             make = partial(RewardService, self._rewards)
-            process = seat.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
+            process = member.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
         answer = process.link.receive(START_SECONDS)
         if isinstance(answer, Ready):
             self._first = self._first or answer
@@ -260,7 +263,7 @@ class WorkerRewards:
             f"importing the reward's file took longer than {START_SECONDS:g} s; see {self._log}. Load what takes long "
             "at the first call, and raise search.reward_timeout_seconds for it."
         )
-        seat.close()
+        member.close()
         raise RewardUnusable(reason) if self._first is None else RewardFailed(reason)
 
     def _why_silent(self, process: WorkerProcess, answer: Any) -> str | None:

@@ -38,8 +38,8 @@ import cloudpickle
 from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
 from tba.tasks.outcomes import Outcome
-from tba.tasks.rewards.files import PASS_ON, WITHHELD, describe
 from tba.tasks.rewards.functions import NamedRewards, RewardSet
+from tba.tasks.rewards.load_function import PASS_ON, WITHHELD, describe
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Linux's numbers of two prctl options: a signal for the parent's death, and to be the parent of orphans below."""
@@ -127,7 +127,7 @@ class WorkerProcess:
 
     @property
     def end(self) -> str:
-        """How it ended, in words. The guard ends a moment after the worker, whose status it has."""
+        """How it ended, as a message. The guard ends a moment after the worker, whose status it has."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         status = self._process.poll()

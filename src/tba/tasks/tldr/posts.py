@@ -31,7 +31,7 @@ from functools import cache
 
 import numpy as np
 
-from tba.tasks.base import Split
+from tba.tasks.task import Split
 
 IMPORTANT = {
     "who": ("aunt", "brother", "cousin", "doctor", "landlord", "teacher"),

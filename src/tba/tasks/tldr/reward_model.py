@@ -47,7 +47,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.models.load import context_length, first_line, load_weights, resolve_device, resolve_dtype
 from tba.observe.files import check_new_folder
-from tba.tasks.data.prompts import encode, share_of
+from tba.tasks.data.make_prompt import encode, share_of
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
 
 REWARD_FILE = "reward.json"

@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from tba.config import TaskConfig
-from tba.generate.contract import Engine
-from tba.models.names import check_named
+from tba.engine.contract import Engine
+from tba.models.paths import check_named
 from tba.observe.metrics import mean_metrics
-from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, FinishedGroup, Split, TaskInputs
-from tba.tasks.data.prompts import QuestionAnswer, Source, read_splits
+from tba.tasks.data.make_prompt import QuestionAnswer, Source, read_splits
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.evaluation import Distance, TaskEvaluator, greedy, in_parts
 from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.questions import RowsTask
+from tba.tasks.task import BetweenSteps, EvaluationInputs, Evaluator, FinishedGroup, Split, TaskInputs
 from tba.tasks.tldr.posts import (
     HELD_OUT_POSTS,
     SEEDS,

@@ -1,5 +1,0 @@
-"""A grid of training runs, resumable, then one table: `tba compare STUDY.yaml`."""
-
-from tba.compare.runs import compare
-
-__all__ = ["compare"]

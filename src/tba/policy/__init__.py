@@ -1,1 +1,0 @@
-"""The policy as the trainer runs it: packed sequences in, log-probs with gradients out."""

@@ -1,0 +1,247 @@
+"""What can be refused before torch is imported, a model loaded or a folder made: outputs, loggers, engines, rewards, data
+files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from tba.config import Config, ConfigError
+from tba.models.paths import SHIPPED, check_there, resolve_path
+from tba.observe.files import check_sinks, read_summary
+from tba.observe.run_folder import RunFolder, others_entry
+from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
+from tba.tasks.rewards.functions import named_rewards
+from tba.tasks.rewards.load_function import check_reward_function
+from tba.tasks.rewards.sources import with_sources
+
+logger = logging.getLogger("tba")
+
+HUB_COMMAND = (
+    "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
+    """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
+)
+TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
+"""Names of the registered tasks: the registry itself needs torch."""
+
+
+def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: bool = False) -> None:
+    """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
+    To resume a run its folder must exist, which is checked when it is opened."""
+    check_sinks(config)
+    if config.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError("generate.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
+    if not resume:
+        RunFolder.check(config.run_folder, overwrite=config.overwrite, keep_earlier=keep_earlier)
+    elif config.run_folder.is_dir():
+        RunFolder.check_writable(config.run_folder)
+        _check_not_moved(config)
+    check_inputs(config)
+    for imported in config.replay.imports:
+        if not Path(imported).is_file():
+            found = "is a folder" if Path(imported).is_dir() else "does not exist"
+            raise ValueError(f"replay.imports: file {imported} {found}. Give a JSONL file.")
+    if (config.overwrite or keep_earlier) and not resume and config.run_folder.is_dir():
+        _refuse_replacing_inputs(config)
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    """Paths that a run starts from, by the setting."""
+    paths = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
+def _check_not_moved(config: Config) -> None:
+    """Refuse to resume a run whose inputs are not where they were: their paths are settings, which may not change."""
+    for key, path in _inputs(config).items():
+        if Path(path).is_absolute() and not Path(path).exists():
+            raise ValueError(
+                f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link there."
+            )
+
+
+def check_devices(config: Config) -> None:
+    """Refuse devices that are not there, by the name of the setting, before a model loads, and name those that are not
+    used."""
+    import torch
+
+    devices = config.search.devices
+    named = [("model.device", config.model.device), *(("search.devices", device) for device in devices)]
+    gpus = [(key, device) for key, device in named if re.fullmatch(r"cuda(:\d+)?", device)]
+    count = torch.cuda.device_count() if gpus else 0
+    for key, device in gpus:
+        if int(device.partition(":")[2] or 0) >= count:
+            there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+            raise ConfigError(
+                f"{key}={device} is not there: this machine has {there}"
+                f"{'' if count else ' and no GPU that torch can use'}. Name one of them; `tba doctor` says what torch sees."
+            )
+    if config.search.count < len(devices):
+        logger.warning(
+            "search.devices names %d devices for search.num_searchers=%d: the others stay idle.",
+            len(devices),
+            config.search.count,
+        )
+
+
+def check_capacity(config: Config, *, num_prompts: int) -> None:
+    """Refuse a replay buffer that cannot hold what a step generates of one prompt, where there are fewer prompts than a step
+    takes."""
+    rollouts, room = -(-config.train.prompts_per_step // num_prompts), config.replay.capacity_per_prompt
+    if room is not None and room < (needed := rollouts * config.samples_generated_per_prompt):
+        raise ValueError(
+            f"replay.capacity_per_prompt={room} cannot hold a step: with {num_prompts} prompts one is drawn {rollouts} "
+            f"times for the {config.train.prompts_per_step} of a step, {needed} responses. Raise it, or "
+            "train.samples_per_prompt."
+        )
+
+
+def _refuse_replacing_inputs(config: Config) -> None:
+    """Refuse to replace, or to move aside, a run whose folder holds what the new run starts from."""
+    for key, path in [*_inputs(config).items(), *(("replay.imports", str(path)) for path in config.replay.imports)]:
+        place = Path(path).expanduser().resolve()
+        if config.run_folder.resolve() in (place, *place.parents):
+            raise ValueError(
+                f"{key}={path} is part of the run in {config.run_folder}, which a new run there replaces: choose another "
+                "name (name=...), or copy it elsewhere first."
+            )
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse a config whose model, rewards or data are not there."""
+    check_there(f"model.path={config.model.path!r}", config.model.path)
+    if unset := [name for name in config.search.reward_environment if name not in os.environ]:
+        raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
+    named_rewards(config.task.rewards)
+    for reward in config.task.rewards:
+        check_reward_function(reward.function)
+    own = config.task.name == "custom"
+    for key, path in _inputs(config).items():
+        place = Path(path).expanduser()
+        if key == "model.path":
+            continue
+        if place.is_file():
+            refuse_other_formats(place)
+        elif not place.exists() and (own or is_file_name(path)):
+            hub = f" {HUB_COMMAND.replace('NAME', path)}" if may_be_hub_name(path) else ""
+            raise ValueError(
+                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
+            )
+        elif own:
+            what = "a folder" if place.is_dir() else "a pipe or device, and it is read more than once"
+            raise ValueError(f"{key}: {path} is {what}: give a JSONL file with a `prompt` column.")
+
+
+def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The config of a run that is to be evaluated, with the copies of files that are gone. Where another user may have
+    written the run folder, code that its config names is refused unless the command names it too."""
+    found = with_sources(config, folder)
+    others = others_entry(folder.path, *folder.path.rglob("*"))
+    if others is None:
+        return found
+    given = {override.partition("=")[0] for override in overrides}
+    code = {}
+    if found.model.trust_remote_code:
+        code["model.trust_remote_code"] = "true"
+    if ":" in found.task.name:
+        code["task.name"] = found.task.name
+    if found.task.rewards:
+        rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in found.task.rewards]
+        code["task.rewards"] = json.dumps(rewards)
+    unnamed = [f"{key}={value}" for key, value in code.items() if not {key, key.partition(".")[0]} & given]
+    if unnamed:
+        raise ConfigError(
+            f"{others}, and config.yaml of this run names code to run here. Look at that code first; what you name on the "
+            f"command is run: tba evaluate ... {shlex.join(unnamed)}"
+        )
+    return config
+
+
+def check_evaluated(target: str) -> None:
+    """Refuse what `tba evaluate` cannot find, before torch is imported."""
+    if Path(target).is_file():
+        raise ValueError(f"{target} is a file: give the folder of a run or a model, or a hub name.")
+    if not (Path(target) / "config.yaml").is_file():
+        check_there(f"{target!r} is no run folder", target)
+
+
+def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
+    """The task of a model of the package, where no task is given; None = the overrides name one, or the run that the target
+    is of knows its own. A ConfigError where nothing says what the model is to be evaluated on."""
+    given = any(override.startswith(("task.name=", "task=")) for override in overrides)
+    if given or run_of(target) is not None:
+        return None
+    if target in SHIPPED:
+        return target.removeprefix("tba:")
+    raise ConfigError(
+        f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
+        f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
+        "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
+    )
+
+
+def task_to_train(model: str) -> str:
+    """The task of a model of the package, for a run that names a model and no task. A ConfigError where the model is
+    another one: it would learn the problems of the default task, which nobody has asked for."""
+    if model in SHIPPED:
+        return model.removeprefix("tba:")
+    resolve_path(model)  # a folder that is not there is told first
+    others = ", ".join(name for name in TASK_NAMES if name != "custom")
+    raise ConfigError(
+        f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
+        f"rewards.py:score. Or name a task by task.name=NAME: {others}, or file.py:Class."
+    )
+
+
+def collapse_message(target: str) -> str | None:
+    """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
+    before. None = there is nothing to say."""
+    folder = run_of(target)
+    if folder is None or folder.path != Path(target) or not folder.checkpoints_by_step():
+        return None
+    newest = folder.newest_checkpoint()
+    if (found := before_collapse(folder, newest)) is None:
+        return None
+    kept, since = found
+    return (
+        f"{target} collapsed, since about step {since}: its newest checkpoint is evaluated, of step {_step_of(newest)}. The "
+        f"one from before the collapse is {kept}."
+    )
+
+
+def before_collapse(folder: RunFolder, newest: Path) -> tuple[Path, int] | None:
+    """The checkpoint from before the collapse that has ended a run, and the step since which it collapsed. None = the run
+    has not collapsed, or this checkpoint is not from after the collapse either."""
+    summary = read_summary(folder) or {}
+    collapse = summary.get("collapse") or {}
+    kept = folder.path / (collapse.get("checkpoint") or "")
+    if summary.get("outcome") != "collapsed" or kept == folder.path or not kept.is_dir():
+        return None
+    return (kept, collapse["since"]) if _step_of(kept) < _step_of(newest) else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def run_of(target: str) -> RunFolder | None:
+    """The run that a folder is, or is a checkpoint of; None = it is neither. The folder, or the one that holds a run's
+    checkpoints, may be a link."""
+    if RunFolder(Path(target)).config.is_file():
+        return RunFolder(Path(target))
+    for path in (Path(os.path.abspath(target)), Path(target).resolve()):
+        above = RunFolder(path.parent.parent)
+        if path.is_dir() and path.parent == above.checkpoints and above.config.is_file():
+            return above
+    return None
+
+
+def is_file_name(path: str) -> bool:
+    """Whether a path is meant as a file, whatever the task: a hub dataset has no such name."""
+    return path.endswith(SUFFIXES) or path.startswith((".", "/", "~"))

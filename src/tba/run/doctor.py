@@ -1,0 +1,228 @@
+"""`tba doctor`: what this machine has, which optional packages are missing, and what each of them is for.
+
+`tba doctor MODEL`: how a model would run here, by its config alone, before any weights are fetched or loaded. Whether the
+native engine knows it is read from the tensors that its config makes, on PyTorch's device without memory. No config says
+whether its sequences can be packed, and prompts padded: that is tried on a tiny random model with its config.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tba.config import Config
+from tba.engine.decoder.build import native_spec
+from tba.engine.decoder.fused_pass import why_never_fused
+from tba.engine.decoder.spec import DecoderSpec, UnsupportedModel
+from tba.engine.transformers_engine import cache_abilities
+from tba.models.load import check_generates, check_has_config, friendly_errors
+from tba.models.paths import resolve_path
+from tba.models.policy import PolicyModel
+from tba.models.text_part import stated_context, switch_length
+from tba.runtime.placement import PINNED, threads_of, usable_cores, why_no_mps
+
+EXTRAS = {
+    "wandb": "W&B logging (observe.sinks=[wandb])",
+    "tensorboard": "TensorBoard logging (observe.sinks=[tensorboard])",
+    "peft": "LoRA (model.lora)",
+    "math_verify": "the grader of task.name=math",
+    "vllm": "the engine of generate.engine=vllm",
+    "pyarrow": "parquet files (tba replay RUN --export FILE.parquet)",
+}
+"""What each optional package is for, by the name it is imported by."""
+
+
+TINY = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+}
+"""Sizes of the tiny model, by the names that configs have for them."""
+GIB = 2**30
+
+
+def examine() -> list[tuple[str, str]]:
+    """Findings about this machine with their names, in reading order."""
+    findings = [("python", platform.python_version())]
+    findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
+    mps = _mps()  # first: to name the GPUs, this process uses them
+    findings += [("cores", _cores()), ("memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB")]
+    findings += [("disk here", f"{shutil.disk_usage('.').free / GIB:.1f} GiB free"), ("gpu", _gpus()), ("mps", mps)]
+    findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
+    return findings
+
+
+def _cores() -> str:
+    info = Path("/proc/cpuinfo")
+    has_amx = info.exists() and "amx_bf16" in info.read_text(errors="replace")
+    bf16 = "with bf16 matrix units" if has_amx else "bf16 is slow here, use float32"
+    threads, pinned = threads_of(Config()), os.environ.get(PINNED, "not set")
+    return (
+        f"{usable_cores()} usable ({bf16}); {PINNED}={pinned}; a trainer and a searcher get {threads.trainer} and "
+        f"{threads.searcher} threads"
+    )
+
+
+def _mps() -> str:
+    reason = why_no_mps(Config())
+    if reason is not None:
+        return f"not used: {reason}"
+    return (
+        "runtime.mps=auto will start a private daemon, so that trainer and searcher on one GPU run side by side (1.24 times "
+        "the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down with it"
+    )
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none: models run on the CPU"
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return "; ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
+
+
+def _extra(name: str, purpose: str) -> str:
+    if importlib.util.find_spec(name) is None:
+        return f"not installed; needed for {purpose}"
+    return f"{importlib.metadata.version(name.replace('_', '-'))}: {purpose}"
+
+
+def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[str, str]]:
+    """Findings about a model with their names, in reading order."""
+    found = resolve_path(path)
+    with friendly_errors(path, "cannot be read"):
+        check_has_config(Path(found))
+        config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
+    check_generates(path, config)
+    with _quiet() as heard:
+        with torch.device("meta"), friendly_errors(path, "cannot be built"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        try:
+            spec, refusal = native_spec(model), ""
+        except UnsupportedModel as reason:
+            spec, refusal = None, str(reason)
+        training, padding = _tried(config, heard)
+    findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
+    if spec is None:
+        findings += [("engine", f"over transformers' own forward pass, slower: {refusal}"), ("batches", padding)]
+    else:
+        findings.append(("engine", _native(spec, switch_length(config))))
+    findings.append(("training", training))
+    return [*findings, ("context", _context(config)), *_model_memory(_count(model), spec)]
+
+
+def _native(spec: DecoderSpec, switch: int | None) -> str:
+    native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
+    reason = why_never_fused(spec)
+    if reason is None:
+        return f"{native}; on a GPU with fused kernels and CUDA graphs"
+    return f"{native}; on a GPU without fused kernels and CUDA graphs: {reason}"
+
+
+def _tried(config: Any, heard: BufferingHandler) -> tuple[str, str]:
+    """How a model of this config trains, and how its prompts are batched where the engine is not native."""
+    try:
+        torch.manual_seed(0)
+        tiny = AutoModelForCausalLM.from_config(tiny_config(config), dtype=torch.float32).eval()
+        padding = "prompts of all lengths together" if cache_abilities(tiny).pads else "prompts of one length together"
+        heard.flush()
+        packed = PolicyModel(tiny).packed
+    except Exception as error:  # a tiny model of an unknown family fails in its own ways: then nothing is known
+        unknown = f"not known before it is loaded: no small copy could be tried ({type(error).__name__})"
+        return unknown, unknown
+    messages = [record.getMessage() for record in heard.buffer]
+    reason = next((message for message in messages if "one sequence at a time" in message), "")
+    if packed:
+        return "packed sequences, prompts shared by their responses", padding
+    return f"one sequence at a time, slower: {reason.partition('(')[2].rpartition(')')[0] or 'see the log'}", padding
+
+
+def tiny_config(config: Any) -> Any:
+    """The config with small sizes, of which everything else is the model's."""
+    tiny = copy.deepcopy(config)
+    text, own = tiny.get_text_config(), config.get_text_config()
+    for name, size in TINY.items():
+        if isinstance(getattr(own, name, None), int):
+            with suppress(AttributeError):  # some are computed from others
+                setattr(text, name, min(size, getattr(own, name)))
+    if getattr(own, "num_key_value_heads", None) is not None:
+        grouped = own.num_key_value_heads < own.num_attention_heads
+        text.num_key_value_heads = min(own.num_key_value_heads, 2 if grouped else 4)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 1)
+    for name, value in vars(text).items():  # settings of each layer
+        if isinstance(value, list) and len(value) == own.num_hidden_layers:
+            setattr(text, name, value[: text.num_hidden_layers])
+    rope = getattr(text, "rope_parameters", None) or {}
+    half = int(TINY["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), list):
+            rope[name] = rope[name][:half]
+    return tiny
+
+
+def _context(config: Any) -> str:
+    length, switch = stated_context(config), switch_length(config)
+    message = "not stated" if length is None or length < 1 else f"{length:,} tokens"
+    return message if switch is None else f"{message}; rotary angles change beyond {switch:,}"
+
+
+def _model_memory(count: int, spec: DecoderSpec | None) -> Iterator[tuple[str, str]]:
+    yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
+    # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
+    yield (
+        "trainer",
+        f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
+    )
+    if spec is None:
+        yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
+        return
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
+    yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
+
+
+def _count(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _quiet() -> Iterator[BufferingHandler]:
+    """What the package would warn about is kept instead of shown."""
+    logger, handler = logging.getLogger("tba"), BufferingHandler(10_000)
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield handler
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)

@@ -1,0 +1,168 @@
+"""Resuming a run: which checkpoint it goes on from, and which settings may have changed since it was started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, ConfigError, load_config
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder
+from tba.replay.database import check_stored
+from tba.run.checks import before_collapse
+from tba.run.resolve import FILLED
+from tba.trainer.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
+
+logger = logging.getLogger("tba")
+
+
+class RunFinished(ValueError):
+    """There is no step left to make of the run that is to be resumed."""
+
+
+MAY_CHANGE = (
+    *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
+    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
+    "search.num_searchers",  # as `tba scale` changes them while a run goes on
+    *("search.reward_timeout_seconds", "search.reward_workers"),
+    "search.reward_environment",
+)
+"""Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
+not what it learns. train.max_steps may grow besides."""
+
+
+def resumed_config(config: Config, folder: RunFolder) -> Config:
+    """The config that a run goes on with: the given one, with what was left out as it was resolved when the run was started,
+    also on another machine. A ConfigError names the settings that differ and may not."""
+    stored = load_config(folder.config)
+    if stored.objective.name == config.objective.name:
+        config = _with_stored(config, stored)
+    asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
+    if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
+        asked["train.max_steps"] = before["train.max_steps"]
+    differing = [
+        f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"
+        for key in sorted(asked.keys() | before.keys())
+        if asked.get(key) != before.get(key) and not _may_change(key)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{folder.path} cannot be resumed with other settings: {'; '.join(differing)}. Leave them as they were "
+            "(train.max_steps may grow), or start a new run under another name."
+        )
+    return config
+
+
+def _with_stored(config: Config, stored: Config) -> Config:
+    """The config with the stored values of what resolve fills, where it gives none, and of the objective's own settings."""
+    found = config
+    for section in dict.fromkeys(key.partition(".")[0] for key in FILLED):
+        given, before = getattr(config, section), getattr(stored, section)
+        keys = [name for place, _, name in (key.partition(".") for key in FILLED) if place == section]
+        missing = {name: getattr(before, name) for name in keys if getattr(given, name) is None}
+        if section == "objective":
+            missing |= {name: value for name, value in before.settings.items() if name not in given.settings}
+        found = found.model_copy(update={section: given.model_copy(update=missing)})
+    return found
+
+
+def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path | None:
+    """The newest whole checkpoint, or the one that was named; None = the run died before it had one, and begins again.
+    Refuses a run that has come to its end."""
+    path = find_checkpoint(folder) if resume is True else _named(folder, Path(str(resume)))
+    if path is None:
+        _warn_of_beginning_again(folder, config)
+        return None
+    step = _step_of(path)
+    if resume is True and (found := before_collapse(folder, path)) is not None:
+        kept, since = found
+        logger.warning(
+            "%s collapsed, since about step %d, and goes on from its newest checkpoint, of step %d. To go on from before "
+            "the collapse, with half the learning rate should it come again: tba train %s --resume "
+            "observe.on_collapse=rollback",
+            *(folder.path, since, step, kept),
+        )
+    summary = read_summary(folder) or {}
+    steps, seconds = summary.get("steps", 0), summary.get("seconds", 0.0)
+    seconds = seconds if step >= steps > 0 else 0.0  # an earlier checkpoint has used less
+    if config.progress_at(step, seconds) >= 1.0 and _is_complete(folder, step):
+        limit, used = ("max_steps", step) if config.progress_at(step) >= 1.0 else ("max_seconds", seconds)
+        raise RunFinished(
+            f"{folder.path} is finished: {limit.removeprefix('max_').removesuffix('s')} {used:g} of "
+            f"train.{limit}={getattr(config.train, limit):g}, nothing is left to do. Raise train.{limit} to train on."
+        )
+    return path
+
+
+def check_replay(config: Config, folder: RunFolder, checkpoint: Path | None, *, accept_lost: bool) -> None:
+    """Refuse to go on from a checkpoint where the durable replay has lost groups, unless that is accepted."""
+    if config.replay.durability == "off":
+        return
+    step, last_row = (0, 0) if checkpoint is None else (_step_of(checkpoint), last_row_of(checkpoint) or 0)
+    gives_up = config.is_synchronous or any(later > step for later, _ in folder.resumable())
+    if config.replay.durability == "node":
+        last_row = 0  # a trainer on another disk gets its groups from the replica
+    check_stored(folder.replay, last_row=last_row, gives_up=gives_up, accept_lost=accept_lost)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["step"]
+
+
+def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
+    # The checkpoints of a run that finished were removed, or it had none (train.keep_checkpoints=0).
+    if (read_summary(folder) or {}).get("outcome") == "finished":
+        raise FileNotFoundError(
+            f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces "
+            "the folder), and set train.checkpoint_every for checkpoints before the end."
+        )
+    kept = (
+        ""
+        if config.is_synchronous or config.replay.durability == "off"
+        else " What it generated is kept and trained on."
+    )
+    advice = "" if config.train.checkpoint_every else " Set train.checkpoint_every for checkpoints before the end."
+    logger.warning(
+        "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s%s",
+        folder.path,
+        kept,
+        advice,
+    )
+
+
+def _is_complete(folder: RunFolder, step: int) -> bool:
+    """Whether nothing is left to do after the last step. A run that was killed at its very end, failed there, or never got
+    its last evaluation goes on from there."""
+    summary = read_summary(folder)
+    if summary is None or summary["outcome"] != "finished":
+        return False
+    evaluated = summary.get("final_step")
+    return evaluated is None or evaluated >= step
+
+
+def _named(folder: RunFolder, path: Path) -> Path:
+    whole = {found.resolve() for _, found in folder.resumable()}
+    if path.resolve() not in whole:
+        names = ", ".join(sorted(found.name for found in whole)) or "none"
+        raise FileNotFoundError(f"{path} is no whole checkpoint of {folder.path} with a state; it has {names}.")
+    check_manifest(path)
+    return path
+
+
+def _may_change(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"max_steps": 5}} -> {"train.max_steps": 5}"""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,165 @@
+"""Weights between nodes. Trainer and searchers see buffers in the shared memory of their own node, as on one machine;
+what the trainer publishes goes from its buffers through Ray's object store into those of each searcher's node.
+
+    trainer -> its buffers -> WeightRelay: one put, an object that every node fetches once -> WeightMirror -> searcher's
+    buffers
+
+The checksum that the trainer has computed travels with the bytes, and the searcher that loads them compares it: nothing on
+the way needs to be trusted. A version that is overtaken before it was passed on is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import ray.exceptions
+
+from tba.runtime.counters import SharedMemory
+from tba.runtime.links import ConnectionHandle
+from tba.runtime.weight_memory import Header, SharedWeightsHandle, WeightMemory, data_bytes
+
+logger = logging.getLogger("tba")
+
+Kind = Literal["weights", "references"]
+CHECK_SECONDS = 0.005
+"""Time between two looks at what the trainer has published."""
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Offer:
+    """A version on its way: Offer(kind="weights", number=13, header=Header(...), canary=canary)"""
+
+    kind: Kind
+    number: int
+    """Number of publications up to this one."""
+    header: Header
+    canary: np.ndarray
+
+
+Give = Callable[[Offer, list[Any]], Any]
+"""Hands an offer to a searcher's node, with the object that has its bytes: in a list, so that it is not fetched before the
+call begins. Returns what can be waited for."""
+
+
+class WeightRelay:
+    """Passes on what a trainer on this node publishes: one put for all searchers, and no more than one offer on the way to
+    each, so that a slow node gets fewer versions and holds up nobody."""
+
+    def __init__(self, connection: ConnectionHandle) -> None:
+        handles: dict[Kind, SharedWeightsHandle | None] = {
+            "weights": connection.weights,
+            "references": connection.references,
+        }
+        self._sources = [_Source(kind, handle) for kind, handle in handles.items() if handle is not None]
+        self._receivers: dict[str, Give] = {}
+        self._given: dict[tuple[str, Kind], tuple[int, Any]] = {}
+        """By receiver and kind: number of the last offer, and what tells that it has arrived."""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="weight-relay")
+        self._thread.start()
+
+    def add(self, name: str, give: Give) -> None:
+        """A searcher gets what is published from now on, and the newest version at once."""
+        with self._lock:
+            self._receivers[name] = give
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._receivers.pop(name, None)
+            self._given = {key: given for key, given in self._given.items() if key[0] != name}
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(CHECK_SECONDS):
+            try:
+                with self._lock:
+                    for source in self._sources:
+                        source.look()
+                        if source.offer is not None:
+                            self._give(source.offer, source.object)
+            except ray.exceptions.RayError as error:  # such as an object store that is full: perhaps later it is not
+                logger.warning("weights could not be passed on, which is tried again: %s", error)
+                self._ended.wait(RETRY_SECONDS)
+
+    def _give(self, offer: Offer, data: Any) -> None:
+        for name, give in self._receivers.items():
+            number, arrived = self._given.get((name, offer.kind), (-1, None))
+            if offer.number > number and (arrived is None or ray.wait([arrived], timeout=0.0)[0]):
+                self._given[name, offer.kind] = (offer.number, give(offer, [data]))
+
+
+class _Source:
+    """The trainer's buffers of one kind, and the newest version in the object store."""
+
+    def __init__(self, kind: Kind, handle: SharedWeightsHandle) -> None:
+        self._kind = kind
+        self._buffers = WeightMemory(SharedMemory.attach(handle.memory))
+        self._size = data_bytes(handle.layout)
+        self._number = 0
+        self._header: Header | None = None
+        """What `object` holds; None before the first publication."""
+        self.object: Any = None
+        self.offer: Offer | None = None
+        """What can be given; None before the canary is there, which the trainer computes at once."""
+
+    def look(self) -> None:
+        """Put a newer version into the object store; the one before goes when nobody fetches it any more."""
+        number = self._buffers.number
+        if number != self._number:
+            found: list[Any] = []
+            # Straight from the buffer into the store, which is the copy.
+            header = self._buffers.copy_newest(
+                lambda buffer: found.append(ray.put(self._buffers.data(buffer, self._size)))
+            )
+            if header is None:
+                return  # overtaken: the next look sees the newer one
+            self._number, self._header, self.object, self.offer = number, header, found[0], None
+        if self.offer is None and self._header is not None:
+            canary = self._buffers.canary(self._header.version)
+            if canary is not None:
+                self.offer = Offer(kind=self._kind, number=self._number, header=self._header, canary=canary)
+
+
+class WeightMirror:
+    """A searcher's buffers on its own node, filled by offers of its trainer."""
+
+    def __init__(self, connection: ConnectionHandle) -> None:
+        """`connection` is the trainer's: of its buffers only the layout has a meaning here."""
+        handles: dict[Kind, SharedWeightsHandle | None] = {
+            "weights": connection.weights,
+            "references": connection.references,
+        }
+        self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
+        self._buffers = {kind: WeightMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a searcher can begin with what lies here."""
+        return self._buffers["weights"].number > 0
+
+    def connection(self, connection: ConnectionHandle) -> ConnectionHandle:
+        """The same ends as the searcher finds them on this node; `ends.board` is this node's already."""
+        handles = {
+            kind: SharedWeightsHandle(memory=buffers.memory.handle, layout=self._layouts[kind])
+            for kind, buffers in self._buffers.items()
+        }
+        return replace(connection, weights=handles["weights"], references=handles.get("references"))
+
+    def take(self, offer: Offer, data: np.ndarray) -> None:
+        """Write a version into the older buffer."""
+        buffers = self._buffers[offer.kind]
+        buffer = buffers.begin()
+        np.copyto(buffers.data(buffer, len(data)), data)
+        buffers.finish(buffer, offer.header)
+        buffers.add_canary(offer.canary)

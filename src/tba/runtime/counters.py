@@ -1,0 +1,354 @@
+"""Numbers that all roles see at once, in shared memory: who is where, and who waits for whom.
+
+Each number has one writer. Reading never waits; a reader may see one number newer than another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tba.observe.display import RoleStatus, weights_of
+from tba.runtime.deadlines import Idleness
+
+logger = logging.getLogger("tba")
+
+RAM = Path("/dev/shm")
+"""Where Linux has files in memory."""
+
+
+class SharedMemory:
+    """Bytes that several processes see alike. They have no name in the file system where there is /proc, so nothing is left
+    of them when all are gone, however they ended."""
+
+    def __init__(self, fd: int, num_bytes: int, *, path: str | None = None) -> None:
+        """`path` is the file to remove at the end, where it has a name."""
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self._path = path
+        self.handle = path or f"/proc/{os.getpid()}/fd/{fd}"
+        """How other processes find it while the one that made it lives."""
+        self._map = mmap.mmap(fd, num_bytes)
+
+    @classmethod
+    def create(cls, num_bytes: int, folders: Sequence[Path] | None = None) -> SharedMemory:
+        """New zeroed memory: a file in RAM or, where there is no room for it, on disk; in the first folder that has room.
+
+        All of it is reserved at once: a file that only claims its size ends a process with SIGBUS when it is written and
+        there is no room any more.
+        """
+        on_disk = Path(tempfile.gettempdir())
+        folders = folders or ([RAM, on_disk] if RAM.is_dir() else [on_disk])
+        refusals: list[str] = []
+        for folder in folders:
+            if not folder.is_dir():
+                refusals.append(f"{folder} is no folder")
+                continue
+            try:
+                memory = cls._in(folder, num_bytes)
+            except OSError as error:
+                refusals.append(f"{folder} has {_free(folder)} free ({error.strerror or error})")
+                continue
+            if refusals:
+                logger.warning(
+                    "%s of shared memory lie in %s, which may be slower: %s.",
+                    _size(num_bytes),
+                    folder,
+                    "; ".join(refusals),
+                )
+            return memory
+        raise MemoryError(
+            f"{_size(num_bytes)} of memory that roles share cannot be reserved: {'; '.join(refusals)}. Make room in one of "
+            "them, give a container more (docker run --shm-size=...), or set TMPDIR to a folder with room."
+        )
+
+    @classmethod
+    def _in(cls, folder: Path, num_bytes: int) -> SharedMemory:
+        fd, path = tempfile.mkstemp(prefix="tba-", dir=folder)
+        try:
+            _reserve(fd, num_bytes)
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        if sys.platform == "linux":  # others reach it through /proc, so it needs no name
+            os.unlink(path)
+            return cls(fd, num_bytes)
+        return cls(fd, num_bytes, path=path)
+
+    @classmethod
+    def attach(cls, handle: str) -> SharedMemory:
+        """The memory that another process has made."""
+        fd = os.open(handle, os.O_RDWR)
+        memory = cls(fd, os.fstat(fd).st_size)
+        memory.handle = handle
+        memory.close()  # the mapping has a descriptor of its own, which goes with the last view of it
+        return memory
+
+    def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
+        """A view of part of the memory."""
+        return np.frombuffer(self._map, dtype=dtype, offset=offset, count=count)
+
+    def close(self) -> None:
+        """Give up the descriptor, once; views that are still in use keep the mapping alive."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            if self._path is not None:
+                Path(self._path).unlink(missing_ok=True)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give an empty file its size, with room for every byte; OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    for start in range(0, num_bytes, mmap.PAGESIZE):  # macOS: what is written is reserved
+        os.pwrite(descriptor, bytes(min(mmap.PAGESIZE, num_bytes - start)), start)
+
+
+def _free(folder: Path) -> str:
+    room = os.statvfs(folder)
+    return _size(room.f_bavail * room.f_frsize)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+SILENT_SECONDS = 1.0
+"""Time without a sign of life from which on a role is taken to be suspended or hung."""
+MAX_SEARCHERS = 64
+"""Most searchers of a run: the shared counters have a row for each."""
+SUPERVISOR_FIELDS = ("trainer_restarts", "replaced_before", "searchers_wanted")
+"""`replaced_before` are the searchers that earlier trainers of the run have replaced. `searchers_wanted` is the number that
+was asked for from outside, 0 = none was."""
+TRAINER_FIELDS = (
+    *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
+    *("batch_prompts", "prompts_wanted", "done", "of", "table_lines", "pool_beats", "searchers", "replaced"),
+    "most_lag",
+)
+"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats` rises
+while its thread looks after searchers, whatever it does itself; `searchers` is the number that it has begun with, 0 = it has
+none yet, or none any more; `replaced` are those that died or hung since this trainer began. `lost` is the
+number of rollouts so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
+`made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
+waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on.
+`table_lines` is the height of the table that the trainer shows on the terminal, 0 = there is none. `most_lag` is the number
+of versions that responses may be behind, by the length of an update."""
+SEARCHER_FIELDS = (
+    "heartbeat",
+    "version",
+    "groups",
+    "responses",
+    "tokens",
+    "wait",
+    "wait_seconds",
+    "failures",
+    "work",
+    "mismatch_kl",
+    "done",
+    "of",
+    "pid",
+    "place",
+)
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
+is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
+and `of` count the responses of an evaluation, `of` = 0: none goes on. The trainer writes `pid` and `place`, the searcher
+the others."""
+TRAINERS_OF_SEARCHER = ("pid", "place")
+"""Those of SEARCHER_FIELDS that the trainer writes; they come last."""
+UNKNOWN_AT_FIRST = ("mismatch_kl",)
+WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
+"""Numbers of each part of the shared counters, in the order in which they lie in memory."""
+
+Place = Literal["none", "empty", "filled", "given_up"]
+PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
+"""Whether a searcher with this number is wanted, and whether there is a process for it."""
+
+Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
+WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
+"""The named places where a role may wait, and no others."""
+WAITS_FOR: dict[Wait, str] = {
+    "none": "works",
+    "first_fill": "waits for groups that fill a batch",
+    "replay_ratio": "waits for new responses from the searchers",
+    "pace": "waits for newer weights, or for rewards",
+    "channel_full": "waits for the trainer to take in groups",
+    "durable_replay": "waits for groups to be written to the durable replay",
+}
+
+
+class SharedCounters:
+    """`board.trainer["wait_seconds"]`, `board.searcher(0)["responses"]`: views that read and write shared memory."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self.values = memory.array(np.float64)
+        parts = np.split(self.values, np.cumsum(WIDTHS)[:-1])
+        self.supervisor = RoleCounters(parts[0], SUPERVISOR_FIELDS)
+        self.trainer = RoleCounters(parts[1], TRAINER_FIELDS)
+        self._searchers = [RoleCounters(part, SEARCHER_FIELDS) for part in parts[2:]]
+
+    @classmethod
+    def create(cls) -> SharedCounters:
+        return cls(SharedMemory.create(8 * sum(WIDTHS)))
+
+    def searcher(self, index: int) -> RoleCounters:
+        return self._searchers[index]
+
+    @staticmethod
+    def own_part(searcher: int | None) -> slice:
+        """Where the numbers that a searcher writes lie, or the trainer and all its searchers (None)."""
+        if searcher is None:
+            return slice(WIDTHS[0], sum(WIDTHS))
+        start = sum(WIDTHS[: 2 + searcher])
+        return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
+
+    def take_others(self, values: np.ndarray, own: slice) -> None:
+        """Take over what another board shows, except for what is written here."""
+        self.values[: own.start], self.values[own.stop :] = values[: own.start], values[own.stop :]
+
+    def take_own(self, values: np.ndarray, own: slice) -> None:
+        """Take over what a role on another board has written."""
+        self.values[own] = values
+
+    def places(self) -> dict[int, Place]:
+        """Searchers that are wanted, by their number."""
+        found = {index: PLACES[int(row["place"])] for index, row in enumerate(self._searchers)}
+        return {index: place for index, place in found.items() if place != "none"}
+
+    def searcher_pids(self) -> list[int]:
+        """Processes of the searchers that run, each on its own machine."""
+        return [pid for row in self._searchers if (pid := int(row["pid"]))]
+
+    def searchers_progress(self) -> float:
+        """A number that changes while any searcher works, and when one is replaced."""
+        rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
+        # A process that loads its model shows nothing yet; the supervisor bounds that, not the deadlines of others.
+        loading = any(row["heartbeat"] == 0 for row in rows)
+        # One that shows no sign of life is the business of whoever replaces it.
+        silent = [row.silence() > SILENT_SECONDS for row in rows]
+        if loading or any(silent) or self._is_suspended():
+            return time.monotonic()
+        return 1e9 * self.replaced + sum(row["work"] for row in rows)
+
+    def trainer_progress(self) -> float:
+        """A number that changes while the trainer works, and while another one starts or makes its first step, in which
+        kernels are compiled: a trainer that hangs there is the supervisor's business."""
+        moves = self._is_suspended() or not self.trainer["made"]
+        return time.monotonic() if moves else self.trainer["beats"]
+
+    def _is_suspended(self) -> bool:
+        """Whether the trainer's process does nothing: somebody has suspended it (kill -STOP), or starting a searcher takes
+        long. Nobody who waits for it may lose patience."""
+        return self.trainer.silence() > SILENT_SECONDS
+
+    @property
+    def replaced(self) -> float:
+        """Number of searchers of the run that died or hung, and whose place another one took."""
+        return self.supervisor["replaced_before"] + self.trainer["replaced"]
+
+    def trainer_begins(self) -> None:
+        """Another trainer begins, with searchers of its own."""
+        self.supervisor["replaced_before"] = self.replaced
+        for row in (self.trainer, *self._searchers):
+            row.clear()
+
+    def heartbeats(self) -> dict[str, float]:
+        """Signs of life so far of each searcher that runs."""
+        running = [index for index, place in self.places().items() if place == "filled"]
+        return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
+
+    def statuses(self) -> list[RoleStatus]:
+        """Who does what, for people."""
+        trainer = self.trainer
+        seconds = trainer["seconds"] or math.inf
+        doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
+        if doing == WAITS_FOR["none"] and not trainer["made"]:
+            doing = "makes its first step, which compiles kernels on a GPU"
+        elif doing == WAITS_FOR["none"] and self.places():  # without searchers it generates too
+            doing = "trains"
+        if trainer["of"]:
+            doing = _evaluates(trainer, trainer["step"])
+        elif trainer.wait == "first_fill" and trainer["prompts_wanted"]:
+            batch = "a batch" if trainer["step"] else "the first batch"
+            doing = f"waits for {batch}: {trainer['batch_prompts']:.0f} of {trainer['prompts_wanted']:.0f} prompts"
+        found = [_status("trainer", doing, trainer, seconds)]
+        for index, place in self.places().items():
+            row = self._searchers[index]
+            if place == "filled":
+                doing = WAITS_FOR[row.wait] if row["heartbeat"] else "loads the model"
+                doing = "generates" if row.wait == "none" and row["heartbeat"] else doing
+                doing = _evaluates(row, row["version"]) if row["of"] else doing
+            else:
+                doing = "has been given up" if place == "given_up" else "starts again"
+            found.append(_status(f"searcher-{index}", doing, row, seconds, responses=row["responses"]))
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """What the searchers have done so far, by searcher: `searcher/0/groups`."""
+        places = self.places()
+        return {
+            "searchers/alive": float(sum(place == "filled" for place in places.values())),
+            "searchers/replaced": self.replaced,
+            "trainer/restarts": self.supervisor["trainer_restarts"],
+            **{
+                f"searcher/{index}/{name}": self._searchers[index][name]
+                for index in places
+                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
+            },
+        }
+
+
+def _evaluates(row: RoleCounters, step: float) -> str:
+    return f"evaluates {weights_of(int(step))}: {row['done']:.0f} of {row['of']:.0f} responses"
+
+
+def _status(name: str, doing: str, row: RoleCounters, seconds: float, *, responses: float = 0.0) -> RoleStatus:
+    return RoleStatus(
+        name=name,
+        doing=doing,
+        waited_share=row["wait_seconds"] / seconds,
+        responses_per_second=responses / seconds,
+        pid=int(row["pid"]) or None,
+    )
+
+
+class RoleCounters:
+    """Named float64 numbers of one role."""
+
+    def __init__(self, values: np.ndarray, fields: tuple[str, ...]) -> None:
+        self._values = values
+        self._index = {name: place for place, name in enumerate(fields)}
+        self._alive = next((name for name in ("heartbeat", "pool_beats") if name in fields), None)
+        """The number that rises while the role lives."""
+        self._silence = Idleness()
+
+    def silence(self) -> float:
+        """Time for which the role has shown no sign of life, as far as this process has seen."""
+        return 0.0 if self._alive is None else self._silence.look(self[self._alive])
+
+    def __getitem__(self, name: str) -> float:
+        return float(self._values[self._index[name]])
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._values[self._index[name]] = value
+
+    def clear(self) -> None:
+        """Set all to zero, or to NaN where that is a value, for a new process in the role."""
+        self._values[:] = [math.nan if name in UNKNOWN_AT_FIRST else 0.0 for name in self._index]
+
+    @property
+    def wait(self) -> Wait:
+        return WAITS[int(self["wait"])]

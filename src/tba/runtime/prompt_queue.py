@@ -1,0 +1,160 @@
+"""Which prompt is drawn next, and by whom: rollouts are handed out as leases, and those of a searcher that is gone are
+handed out again.
+
+There is one prompt queue in a run, with the trainer, so that a checkpoint holds where every rollout stands. All prompts
+are drawn once an epoch, in an order drawn from (seed, epoch).
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class RolloutRequest:
+    """One rollout: a prompt, and which of its responses are asked for. Rollout(number=17, prompt=4, epoch=2)"""
+
+    number: int
+    """Place among all rollouts of the run, in the order in which they were first handed out."""
+    prompt: int
+    """Index of the prompt in the task's train split."""
+    epoch: int
+    """Number of earlier rollouts of the prompt: sample indices follow from it, so that no randomness is used
+    twice."""
+
+
+class PromptQueue:
+    """Hands out rollouts, and knows who has which. Used by several threads."""
+
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True) -> None:
+        if num_prompts < 1:
+            raise ValueError("there are no prompts to draw.")
+        self.num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, list[int]] | None = None
+        self._handed_out = 0
+        """Number of the next new rollout."""
+        self._leased: dict[str, dict[int, RolloutRequest]] = {}
+        """By holder and number: rollouts whose group has not arrived."""
+        self._handed_back: list[RolloutRequest] = []
+        self.num_lost = 0
+        """Number of rollouts of which every response was lost to its reward: what comes after them fills their batches."""
+        self._lock = threading.Lock()
+
+    def lease(self, holder: str, count: int) -> list[RolloutRequest]:
+        """The next rollouts for a searcher: first those that others did not finish."""
+        with self._lock:
+            self._handed_back.sort()
+            rollouts, self._handed_back = self._handed_back[:count], self._handed_back[count:]
+            rollouts += [self._next() for _ in range(count - len(rollouts))]
+            self._leased.setdefault(holder, {}).update((rollout.number, rollout) for rollout in rollouts)
+            return rollouts
+
+    def complete(self, number: int, *, is_lost: bool = False) -> None:
+        """The group of a rollout has arrived, from any searcher; `is_lost` says that it has no response."""
+        with self._lock:
+            # A prompt queue from an older checkpoint learns here of rollouts that were handed out after it, from stored
+            # groups. No such number may be handed out as a new one; those before it are open.
+            while self._handed_out <= number:
+                self._handed_back.append(self._next())
+            if self._take_back(number):
+                self.num_lost += is_lost
+
+    def hand_back(self, holder: str) -> int:
+        """A searcher is gone: others take its rollouts. Returns their number."""
+        with self._lock:
+            rollouts = self._leased.pop(holder, {})
+            self._handed_back += rollouts.values()
+            return len(rollouts)
+
+    @property
+    def num_handed_back(self) -> int:
+        """Rollouts without a holder, because their searcher is gone."""
+        return len(self._handed_back)
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts that a searcher holds and whose group has not arrived."""
+        return sum(map(len, self._leased.values()))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the holders of rollouts will be gone when it is read."""
+        with self._lock:
+            rollouts_in_flight = [rollout for rollouts in self._leased.values() for rollout in rollouts.values()]
+            return {
+                "handed_out": self._handed_out,
+                "lost": self.num_lost,
+                "open": [asdict(rollout) for rollout in sorted(rollouts_in_flight + self._handed_back)],
+            }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._handed_out, self.num_lost = state["handed_out"], state["lost"]
+            self._leased, self._handed_back = {}, [RolloutRequest(**rollout) for rollout in state["open"]]
+
+    def _take_back(self, number: int) -> bool:
+        """The rollout of a number has no holder from now on; False = its group arrived before, or it is none of ours."""
+        found = [rollout for rollout in self._handed_back if rollout.number == number]
+        if found:
+            self._handed_back.remove(found[0])
+        found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
+        return bool(found)
+
+    def _next(self) -> RolloutRequest:
+        epoch, place = divmod(self._handed_out, self.num_prompts)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._draw_order(epoch))
+        rollout = RolloutRequest(number=self._handed_out, prompt=self._order[1][place], epoch=epoch)
+        self._handed_out += 1
+        return rollout
+
+    def _draw_order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self.num_prompts))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+
+class RolloutSource:
+    """Rollouts at hand for a searcher, the earliest first: more are asked for before they run out."""
+
+    def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
+        """`ask` asks the trainer for so many rollouts; they arrive by `add`. `size` rollouts are kept at hand: as many
+        as are begun while the trainer is busy with a step."""
+        self._ask = ask
+        self._size = size
+        self._rollouts: list[RolloutRequest] = []
+        """A heap."""
+        self._coming = 0
+
+    @classmethod
+    def of(cls, prompt_queue: PromptQueue) -> RolloutSource:
+        """Rollouts straight from the prompt queue, one at a time, where searcher and trainer take turns in one process."""
+        source = cls(lambda count: source.add(prompt_queue.lease("searcher-0", count)), size=1)
+        return source
+
+    def add(self, rollouts: Sequence[RolloutRequest]) -> None:
+        """Rollouts that were asked for, or that another searcher left behind."""
+        for rollout in rollouts:
+            heapq.heappush(self._rollouts, rollout)
+        self._coming = max(0, self._coming - len(rollouts))
+
+    def peek(self) -> RolloutRequest | None:
+        """The next rollout; None = none is at hand, but one was asked for."""
+        lacking = self._size - len(self._rollouts) - self._coming
+        if lacking > self._size // 2:
+            self._coming += lacking
+            self._ask(lacking)
+        return self._rollouts[0] if self._rollouts else None
+
+    def take(self) -> RolloutRequest:
+        """The rollout that peek shows."""
+        self.peek()
+        return heapq.heappop(self._rollouts)

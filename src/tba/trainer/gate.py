@@ -1,0 +1,127 @@
+"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.max_lag has emptied it), and for
+new responses at the replay-ratio limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tba.config import Config
+from tba.replay.buffer import ReplayBuffer
+from tba.runtime.channels import wait_until
+from tba.runtime.counters import RoleCounters
+from tba.runtime.deadlines import Waiting
+from tba.types import ResponseCounts
+
+
+class Interrupted(Exception):
+    """Training was asked to end while it waited."""
+
+
+class Feed(Protocol):
+    """What the gate asks of a trainer."""
+
+    replay: ReplayBuffer
+    counts: ResponseCounts
+    lost: set[str]
+    """Ids of prompts whose last rollout brought no response: maybe none ever does."""
+    receive_seconds: float
+    """Time that `receive` took so far."""
+
+    def receive(self) -> None:
+        """Take in the groups that have arrived."""
+        ...
+
+    def expire(self) -> None:
+        """Remove the responses that are too old to train on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Lets the trainer step when there is enough to train on; takes in groups while it waits."""
+
+    config: Config
+    row: RoleCounters
+    num_train_prompts: int
+    """A task may have fewer prompts than a step takes; they then repeat within a step."""
+    asked_to_stop: Callable[[], bool]
+    progress: Callable[[], float] = lambda: 0.0
+    """A number that changes while searchers work: deadlines count only while it does not."""
+    heartbeats: Callable[[], Mapping[str, float]] = dict
+    """For each searcher a number that changes while it lives."""
+
+    def wait(self, feed: Feed) -> float:
+        """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
+        started, received = time.perf_counter(), feed.receive_seconds
+        first = feed.counts.trained == 0
+        waited = wait_until(
+            lambda: self._ready(feed),
+            name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
+            row=self.row,
+            deadline_seconds=self.config.runtime.wait_seconds,
+            waiting=Waiting(
+                waiter="the trainer",
+                awaited=f"{self.config.search.count} searchers",
+                setting="runtime.wait_seconds",
+                heartbeats=self.heartbeats,
+            ),
+            explain=lambda: self._explain(feed),
+            progress=self.progress,
+        )
+        # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
+        return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0
+
+    def _ready(self, feed: Feed) -> bool:
+        feed.receive()
+        feed.expire()
+        # After `receive`: groups that have arrived are taken in, whatever ends the wait.
+        if self.asked_to_stop():
+            raise Interrupted
+        self.row["batch_prompts"] = min(feed.replay.num_prompts, self._wanted_prompts)
+        self.row["prompts_wanted"] = self._wanted_prompts
+        return self.is_open(feed)
+
+    @property
+    def _wanted_prompts(self) -> int:
+        return min(self.config.train.prompts_per_step, self.num_train_prompts)
+
+    def is_open(self, feed: Feed) -> bool:
+        """Whether there is enough to train on."""
+        return self._within_ratio(feed) and self._full_batch(feed)
+
+    def _within_ratio(self, feed: Feed) -> bool:
+        train = self.config.train
+        wanted = feed.counts.trained + train.responses_per_step * train.updates_per_batch
+        return wanted <= self._reuse * feed.counts.generated
+
+    def _full_batch(self, feed: Feed) -> bool:
+        return feed.replay.can_fill(
+            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=feed.lost
+        )
+
+    @property
+    def _reuse(self) -> float:
+        reuse = self.config.replay.max_replay_ratio
+        assert reuse is not None, "filled in by tba.run.resolve"
+        return reuse
+
+    def _explain(self, feed: Feed) -> str:
+        lacking = []
+        if not self._full_batch(feed):
+            lacking.append(f"{self._wanted_prompts} prompts and has {feed.replay.num_prompts}")
+        if not self._within_ratio(feed):
+            lacking.append(
+                f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "
+                f"(replay.max_replay_ratio={self._reuse:g})"
+            )
+        # Rewards of a user's may be the reason.
+        names = ", ".join(repr(reward.label) for reward in self.config.task.rewards)
+        seconds = self.config.search.reward_timeout_seconds
+        call = f" (a call of {names} may take search.reward_timeout_seconds={seconds:g})" if names else ""
+        return (
+            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.count} searchers; look at "
+            f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{call}"
+        )

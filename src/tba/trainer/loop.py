@@ -1,0 +1,462 @@
+"""The trainer: take in what arrived, train an earlier batch again, sample, step, publish.
+
+It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
+groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since nobody will
+generate just these once more. They are removed where searcher and trainer take turns, which generates them again, token by
+token; and after a collapse, or where an earlier checkpoint was named, because the policy that generated them is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from tba.config import Config, ConfigError
+from tba.observe.metrics import deciding_metric
+from tba.observe.recorder import Recorder
+from tba.replay.buffer import ReplayBuffer
+from tba.replay.durable import GroupStore
+from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.runtime.columns import columns_of
+from tba.runtime.prompt_queue import PromptQueue
+from tba.trainer.batch import batch_metrics, combine, target_metrics, watched_metrics
+from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
+from tba.trainer.gate import Gate
+from tba.trainer.health import MOST_ROLLBACKS, Collapsed, Health
+from tba.trainer.learning_rate import LearningRate
+from tba.trainer.mismatch import MismatchProbe, mismatch_of_batch
+from tba.trainer.reference import Beta, ReferenceResets
+from tba.trainer.state import Stateful
+from tba.trainer.step import StepResult, TrainStep
+from tba.trainer.updates import SpareTime, Updates, with_old_values
+from tba.types import Batch, ResponseCounts, TrajectoryGroup
+
+logger = logging.getLogger("tba")
+
+GENTLER = 0.5
+"""Factor of the learning rate with each rollback."""
+
+
+@dataclass
+class Trainer:
+    """consumes: trajectory groups
+    waits for: the first fill, and new responses at the replay-ratio limit (never in sync mode: its turn comes after)
+    produces: weights every k steps, metrics, checkpoints
+    unblocked by: searchers
+    """
+
+    config: Config
+    train_step: TrainStep
+    replay: ReplayBuffer
+    receiver: GroupReceiver
+    publisher: WeightPublisher
+    recorder: Recorder
+    reward_weights: Mapping[str, float]
+    checkpoints: Checkpoints
+    rate: LearningRate
+    beta: Beta
+    updates: Updates
+    prompt_queue: PromptQueue
+    """Knows of every rollout of a prompt who makes it."""
+    counts: ResponseCounts
+    references: ReferenceResets | None = None
+    """Makes the policy the reference now and then; None = it never does."""
+    health: Health | None = None
+    """Watches for a collapse; None with observe.on_collapse=off."""
+    durable: GroupStore | None = None
+    """Writes accepted groups to disk; None with replay.durability=off."""
+    probe: MismatchProbe | None = None
+    """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
+    gate: Gate | None = None
+    """Holds a step back until there is enough to train on; None where the roles take turns."""
+    restart_searchers: Callable[[Mapping[str, int]], None] | None = None
+    """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
+    received: int = field(default=0, init=False)
+    """Number of groups with a response that were taken in since the last step."""
+    receive_seconds: float = field(default=0.0, init=False)
+    """Time that `receive` took since the last step."""
+    lost: set[str] = field(default_factory=set, init=False)
+    """Ids of prompts whose last rollout brought no response: every one was lost to its reward."""
+    fresh_rewards: list[float] = field(default_factory=list, init=False)
+    """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
+    fresh_reward: float = field(default=math.nan, init=False)
+    """Their mean; where none came, that of the step before."""
+    spare: SpareTime = field(default_factory=SpareTime, init=False)
+    step_index: int = field(default=0, init=False)
+    """Number of optimizer steps done, which is the version of the weights at the end of a step."""
+    batch: Batch | None = field(default=None, init=False)
+    """The last one sampled; train.updates_per_batch steps train on it."""
+    last_row: int | None = field(default=0, init=False)
+    """Row of the durable replay that came last when the state was saved that this trainer began with, 0 = none had come;
+    None = it was saved without one."""
+
+    def step(self) -> StepResult:
+        """One optimizer step on what the buffer holds, and the second update on an earlier batch: before new responses are
+        waited for, or, where the roles take turns, before the next ones are generated."""
+        self.receive()
+        again = waited = 0.0
+        if self.gate is not None:
+            self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
+            was_ready = self.gate.is_open(self)
+            again = self.train_again() if self.spare.is_enough else 0.0
+            self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
+            waited = self.gate.wait(self) if self.needs_batch else 0.0
+            if self.step_index > 1:  # before that searchers have only begun
+                self.spare.add(waited + (0.0 if was_ready else again))
+        self.recorder.training_starts()
+        started, progress = time.perf_counter(), self.progress
+        batch = self.sample() if self.batch is None or self.needs_batch else self.batch
+        result = self.updates.first(batch, step=self.step_index, progress=progress)
+        log_pi_N = result.outputs.log_pi_N.cpu()
+        measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
+        measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
+        measured |= self.schedules()
+        self.beta.follow(measured)
+        self.batch = with_old_values(batch, result)
+        self.counts.trained += batch.totals.responses
+        self.step_index += 1
+        self.recorder.step_done(self.step_index)
+        if self.gate is None and not self.done:
+            again = self.train_again()
+            started += again  # it has a time of its own
+        if self.gate is not None:
+            # Before searchers see the new version: its first prompts must keep the new limit.
+            self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
+        publishing = self.publish_if_due()
+        times = {
+            "receive": self.receive_seconds,
+            "second_update": again,
+            "wait_for_batch": waited,
+            "step": time.perf_counter() - started,
+            "publish_weights": publishing,
+        }
+        self.spare.step_seconds = times["step"]
+        self.receive_seconds = 0.0
+        watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
+        self.record(batch, measured, watched, times)
+        self.train_step.moved = False
+        if self.health is not None and self.health.rolls_back:
+            self.roll_back(self.health)
+            return result
+        self.save_if_due()
+        if self.health is not None:
+            self.health.stop_if_asked()
+        return result
+
+    def train_again(self) -> float:
+        """The second update on an earlier batch, if it is due; returns the seconds it took."""
+        started = time.perf_counter()
+        trained = self.updates.second(step=self.step_index, progress=self.progress)
+        if not trained:
+            return 0.0
+        self.counts.again += trained
+        return time.perf_counter() - started
+
+    def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+        """Searchers against this trainer at one version, in steps where that was measured."""
+        # A batch of an asynchronous run may hold responses that a trainer before a resume called this version.
+        found = None
+        if self.probe is not None:
+            found = self.probe.take(self.step_index)
+        elif self.config.is_synchronous:
+            found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
+        return {} if found is None else {"off_policy/mismatch_kl": found}
+
+    def schedules(self) -> dict[str, float]:
+        """Values of the schedules for the step that is made now."""
+        step, progress = self.step_index, self.progress
+        return {
+            "beta": self.beta.at(step, progress) * self.updates.reward_unit,
+            "target_temperature": self.config.target_temperature_at(step, progress),
+        }
+
+    def measure_target(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+        """How far the policy is on its way to beta's target; nothing of a target that is shaped otherwise."""
+        step, has_target = self.step_index, self.train_step.objective.needs.target
+        if not has_target or not self.config.has_plain_target_at(step, self.progress):
+            return {}
+        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress) * self.updates.reward_unit)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the next step samples a batch, or trains on the last one again."""
+        return self.step_index % self.config.train.updates_per_batch == 0
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that was done, 0 to 1, as the last step was: all schedules of a step go by this one number."""
+        return self.recorder.progress
+
+    @property
+    def done(self) -> bool:
+        return self.progress >= 1.0
+
+    def end(self) -> None:
+        """The time was over while the next batch was waited for: make up for what the last step would have done."""
+        self.recorder.time_is_over()
+        if self.health is not None:
+            self.health.finish()
+        self.publisher.publish(self.train_step.weights(self.step_index))
+        self.save()
+
+    @property
+    def weights_are_consistent(self) -> bool:
+        """Whether the weights are those of `step_index`, or of a second update after it, all finite: not so after an error
+        in the middle of an update."""
+        return not self.train_step.moved and self.train_step.is_finite
+
+    def receive(self) -> None:
+        """Take in the groups that have arrived, and acknowledge those that are committed."""
+        started = time.perf_counter()
+        groups = self.receiver.drain()
+        if self.prompt_queue.outstanding:
+            self.recorder.training_starts()  # somebody was given a rollout
+        for group in groups:
+            if self.probe is not None:
+                self.probe.look(group, step=self.step_index)
+            if self.add(group):
+                self.count(group)
+        self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
+        self.receive_seconds += time.perf_counter() - started
+
+    def add(self, group: TrajectoryGroup) -> bool:
+        """Store a group; False where it came before."""
+        new = self.add_to_buffer(group)  # first: what it refuses as wrong is not written either
+        if self.durable is not None:
+            self.durable.append(group, step=self.step_index)
+        return new
+
+    def add_to_buffer(self, group: TrajectoryGroup) -> bool:
+        """Add a group that arrives, or is stored on disk already; False where it came before."""
+        new = not self.replay.has_received(group.id)
+        if new:
+            admitted = group if self.references is None else self.references.admit(group)
+            self.replay.add(admitted, step=self.step_index)
+        return new
+
+    def count(self, group: TrajectoryGroup) -> None:
+        """A rollout has come to its end with this group."""
+        self.received += bool(group.trajectories)
+        (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
+        self.counts.generated += group.num_generated
+        rewards = columns_of(group).combined_rewards(self.reward_weights)
+        self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
+        self.prompt_queue.complete(group.rollout, is_lost=not group.trajectories)
+        self.recorder.group_received(self.step_index, group)
+
+    def close(self) -> None:
+        """Commit what was received."""
+        if self.durable is not None:
+            self.durable.close()
+
+    def sample(self) -> Batch:
+        train = self.config.train
+        batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
+        self.received = 0
+        return combine(batch, train, reward_weights=self.reward_weights)
+
+    def expire(self) -> None:
+        """Responses that are too old to train on leave the buffer (replay.max_lag)."""
+        if self.config.expires and self.config.replay.max_lag is not None:
+            self.replay.expire(self.step_index - self.config.replay.max_lag)
+
+    def _prompts_to_sample(self) -> int:
+        """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those
+        lost to failing rewards."""
+        wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
+        return min(wanted, self.received) if self.config.is_synchronous and only_fresh else wanted
+
+    def publish_if_due(self) -> float:
+        """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
+        started = time.perf_counter()
+        weights = self.train_step.weights(self.step_index)
+        reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
+        if reset:
+            self.beta.start_over()
+            self.updates.forget()
+        if self.done or reset or self.step_index % self.config.train.publish_every == 0:
+            self.publisher.publish(weights)
+        return time.perf_counter() - started
+
+    def save_if_due(self) -> None:
+        """Checkpoints on schedule and at the end. This is the last thing of a step: nothing of it is missing in them."""
+        every = self.config.train.checkpoint_every
+        if self.done or (every is not None and self.step_index % every == 0):
+            self.save()
+        if self.health is not None:
+            self.health.save_if_due(self.step_index)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        self.checkpoints.save(self.step_index)
+        self.recorder.saved(self.step_index, self.checkpoints.wait)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, besides weights and optimizer."""
+        log_z = self.train_step.policy.log_z
+        return {
+            "step": self.step_index,
+            "counts": vars(self.counts),
+            "received": self.received,
+            "lost_prompts": sorted(self.lost),
+            "fresh_rewards": self.fresh_rewards,
+            "fresh_reward": self.fresh_reward,
+            "batch": None if self.needs_batch else self.batch,
+            "log_z_started": log_z is not None and log_z.started,
+            "last_row": None if self.durable is None else self.durable.last_arrival,
+            **{name: part.state() for name, part in self._parts().items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.step_index, self.batch = state["step"], state["batch"]
+        self.received, self.lost, self.last_row = state["received"], set(state["lost_prompts"]), state["last_row"]
+        self.fresh_rewards, self.fresh_reward = state["fresh_rewards"], state["fresh_reward"]
+        vars(self.counts).update(state["counts"])
+        if self.train_step.policy.log_z is not None:
+            self.train_step.policy.log_z.started = state["log_z_started"]
+        for name, part in self._parts().items():
+            if name in state:  # the guard may have been switched on since
+                part.load_state(state[name])
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go on from a checkpoint of the run; None = from the start, also of a run that died before it had one. Where later
+        checkpoints could have been gone on from, their steps are given up with what was generated for them."""
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint)
+        gives_up = self.config.is_synchronous or self.checkpoints.has_later(self.step_index)
+        if gives_up:
+            self.forget_rows()
+        self.leave_behind()
+        if not gives_up and self.durable is not None and self.last_row is not None:
+            self.take_in_stored(self.durable, after=self.last_row)
+            self.durable.go_on_after(self.last_row)
+
+    def roll_back(self, health: Health) -> None:
+        """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
+        with a gentler step. What came after it is removed, and searchers begin anew: nothing of the weights given up arrives
+        later."""
+        alarm, path, recorder = health.alarm, health.kept, self.recorder
+        assert alarm is not None
+        assert path is not None
+        try:
+            check_manifest(path)
+        except CorruptCheckpoint as error:
+            raise Collapsed(
+                f"stopped at step {recorder.steps}: {alarm.message} It cannot be rolled back: {error}"
+            ) from None
+        rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
+        self.checkpoints.load(path)
+        self.forget_rows()
+        self.leave_behind()
+        to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
+        self.rate.scale_down(factor)
+        recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
+        if is_regular:
+            self.checkpoints.pinned = to  # the only one from before: the next rollback may need it
+        if self.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
+            self.publisher.publish(self.train_step.weights(to))
+        if self.restart_searchers is not None:
+            self.restart_searchers(self.replay.marks.by_source)
+        logger.warning(
+            "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most %d).",
+            *(alarm.step, alarm.message, path, factor, len(recorder.rollbacks), MOST_ROLLBACKS),
+        )
+
+    def forget_rows(self) -> None:
+        """Remove the groups of the durable replay that came after the checkpoint."""
+        if self.durable is not None and self.last_row is not None:
+            self.durable.return_to(self.last_row, self.replay.marks)
+
+    def leave_behind(self) -> None:
+        """Drop later checkpoints, then the lines of their steps: a process that is killed in between leaves a run that can
+        go on from what is left. An evaluation that came after the checkpoint was saved may be the best one."""
+        self.checkpoints.drop_after(self.step_index)
+        self.recorder.cut_files()
+        self.checkpoints.recall_best({step: self.score(metrics) for step, metrics in self.recorder.late})
+        self.recorder.best = self.checkpoints.best
+
+    def take_in_stored(self, durable: GroupStore, *, after: int) -> None:
+        """Add the groups of the durable replay after this row, in the order of their arrival, as if they arrived now."""
+        taken = 0
+        for stored in durable.load(after=after):
+            if self.add_to_buffer(stored.group):
+                taken += 1
+                if stored.group.rollout >= 0:  # imported ones were not counted the first time either
+                    self.count(stored.group)
+        if taken:
+            logger.info(
+                "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
+            )
+
+    def _parts(self) -> dict[str, Stateful]:
+        parts: dict[str, Stateful | None] = {
+            "replay": self.replay,
+            "rollouts": self.prompt_queue,
+            "learning_rate": self.rate,
+            "beta": self.beta,
+            "updates": self.updates,
+            "references": self.references,
+            "health": self.health,
+            "recorder": self.recorder,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The evaluation of a step has come: the weights of the best one so far are kept. That of a step that is made again
+        after a resume may come twice."""
+        if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
+            return
+        self.recorder.evaluation(step, metrics)
+        if metrics:
+            with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):
+                self.checkpoints.keep_best(step, self.score(metrics))
+            self.recorder.best = self.checkpoints.best
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """How good an evaluation is, higher = better, by its `deciding_metric`. One that lacks it, because its rewards
+        failed, is worse than any other."""
+        evaluate, evaluations = self.config.evaluate, [found for _, found in self.recorder.evaluations if found]
+        name = deciding_metric(evaluate.metric, evaluations[0] if evaluations else metrics, metrics)
+        if name in metrics:
+            return -metrics[name] if evaluate.lower_is_better else metrics[name]
+        if not any(name in found for found in evaluations):
+            raise ConfigError(f"evaluate.best_metric={name} is not measured here: there is {', '.join(metrics)}.")
+        logger.warning("an evaluation has no %s, by which the best is kept: it is not the best.", name)
+        return -math.inf
+
+    def record(
+        self,
+        batch: Batch,
+        measured: Mapping[str, float],
+        watched: Mapping[str, float],
+        times: Mapping[str, float],
+    ) -> None:
+        """Record the step just done. `watched` is for the guard."""
+        if self.fresh_rewards:
+            self.fresh_reward, self.fresh_rewards = fmean(self.fresh_rewards), []
+        metrics = {
+            **{"batch/reward" if name == "reward" else name: value for name, value in measured.items()},
+            **({} if math.isnan(self.fresh_reward) else {"reward": self.fresh_reward}),
+            "entropy": watched["entropy"],
+            **{f"time/{name}": seconds for name, seconds in times.items()},
+            "empty_step": float(batch.totals.responses == 0),
+            **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
+            "buffer/generated": float(self.counts.generated),
+            "buffer/trained": float(self.counts.trained),
+            "buffer/trained_again": float(self.counts.again),
+            "buffer/replay_ratio": self.counts.ratio,
+            "search/rollouts_in_flight": float(self.prompt_queue.outstanding),
+        }
+        if self.references is not None:
+            metrics["reference_version"] = float(self.references.version)
+        if self.health is not None:
+            metrics |= self.health.step(self.step_index, watched)
+        self.recorder.step(self.step_index, metrics)

@@ -1,0 +1,199 @@
+"""transformers' callbacks for a run of ours: a TrainerCallback is called at the points where transformers' Trainer calls it,
+and what it asks for through TrainerControl is done.
+
+In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
+evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as draw every row to
+train on once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from tba.observe.metrics import deciding_metric
+from tba.observe.recorder import PastLine, RunListener
+from tba.trl.files import link_checkpoints
+
+EVALUATION = "eval_"
+"""Beginning of the names of an evaluation's metrics in transformers."""
+
+
+class Callbacks(RunListener):
+    """Passes what happens on to callbacks."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        *,
+        args: Any,
+        state: TrainerState,
+        context: Callable[[], dict[str, Any]],
+        steps_per_epoch: float | None = None,
+    ) -> None:
+        """`context` gives what callbacks get besides where no run goes on: model, processing_class; `steps_per_epoch` is the
+        number of optimizer steps that draw every row to train on once, None = not known."""
+        super().__init__()
+        self.callbacks: list[TrainerCallback] = []
+        self.state = state
+        self.control = TrainerControl()
+        self._args, self._context, self._steps_per_epoch = args, context, steps_per_epoch
+        self._in_step: list[Callable[[], None]] | None = None
+        """What was heard since a step began, told after its on_step_end; None = no step is being made."""
+        self._in_epoch = False
+        """Whether on_epoch_begin was told, and not yet on_epoch_end."""
+        self._saved: int | None = None
+        """Step of the last checkpoint that callbacks were told of."""
+        self._first: Mapping[str, float] = {}
+        """Metrics of the first evaluation."""
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        made = callback() if isinstance(callback, type) else callback
+        self.callbacks.append(made)
+        self.call("on_init_end", [made])
+
+    def remove(self, callback: Any) -> TrainerCallback | None:
+        """Take out a callback, or the first of a class."""
+        found = [c for c in self.callbacks if c is callback or (isinstance(callback, type) and isinstance(c, callback))]
+        if found:
+            self.callbacks.remove(found[0])
+        return found[0] if found else None
+
+    def call(self, event: str, callbacks: Sequence[TrainerCallback] | None = None, **values: Any) -> None:
+        trained = {} if self.model is None else {"model": self.model, "processing_class": self.tokenizer}
+        for callback in list(self.callbacks) if callbacks is None else callbacks:
+            context = {**self._context(), **trained, **values}
+            answer = getattr(callback, event)(self._args, self.state, self.control, **context)
+            self.control = self.control if answer is None else answer
+        self.stop |= self.control.should_training_stop
+        self.save, self.evaluate = self.control.should_save, self.control.should_evaluate
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A line of the history, as transformers keeps it."""
+        self._add_to_history(step, values)
+        self.call("on_log", logs=dict(values))
+
+    def _add_to_history(self, step: int, values: Mapping[str, float]) -> None:
+        record = {**values, "step": step}
+        if self.state.epoch is not None:
+            record["epoch"] = self.state.epoch
+        self.state.log_history.append(record)
+
+    # What is heard of the run
+
+    def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
+        self.recall(past())
+        self._come_to(step)
+        self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
+        self.control = TrainerControl()
+        self.call("on_train_begin")
+
+    def recall(self, past: Sequence[PastLine]) -> None:
+        """Make the history and the best metric those of the steps before, as transformers does at a resume; a new run has
+        none."""
+        self._first = {}
+        self.state.log_history, self.state.best_metric, self.state.best_global_step = [], None, None
+        for line in past:
+            self._come_to(line.step)
+            self._add_to_history(line.step, _of_evaluation(line.metrics) if line.is_evaluation else line.metrics)
+            if line.is_evaluation:
+                self._count_evaluation(line.step, line.metrics)
+
+    def step_begins(self, step: int) -> None:
+        if not self._in_epoch and self._steps_per_epoch is not None:
+            self._in_epoch = True
+            self.call("on_epoch_begin")
+        self.control.should_save = self.control.should_evaluate = self.control.should_log = False
+        self.call("on_step_begin")
+        self._in_step = []
+
+    def step_ends(self, step: int) -> None:
+        self._come_to(step)
+        heard, self._in_step = self._in_step or [], None
+        self.call("on_step_end")
+        for tell in heard:
+            tell()
+        if self._epochs_at(step) > self._epochs_at(step - 1):
+            self._end_epoch()
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._after_the_step(partial(self.log, step, metrics))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.report_evaluation(step, metrics)
+        self._count_evaluation(step, metrics)
+
+    def _count_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._first = self._first or metrics
+        if step > 0 and metrics:  # transformers does not count an evaluation of the start model
+            self._keep_best(step, metrics)
+
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        self._after_the_step(partial(self._report_save, step, path, wait))
+
+    def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
+        """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
+        evaluated, which in an asynchronous run is an earlier one."""
+        values, now = _of_evaluation(metrics, prefix), self.state.global_step
+        self._come_to(step)
+        self.log(step, values)
+        self.control.should_evaluate = False
+        self.call("on_evaluate", metrics=values)
+        self._come_to(now)
+
+    def _report_save(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        self._come_to(step)
+        self.control.should_save = self.save = False
+        if step != self._saved:  # who asks for what is there already is not told of it again
+            self._saved = step
+            if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
+                wait()  # they may read it
+            link_checkpoints(path.parent.parent)
+            self.call("on_save")
+
+    def _after_the_step(self, tell: Callable[[], None]) -> None:
+        if self._in_step is None:
+            tell()
+        else:
+            self._in_step.append(tell)
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What EarlyStoppingCallback compares with; it is told of an evaluation before that counts."""
+        evaluate, state = self._args.evaluate, self.state
+        value = metrics.get(deciding_metric(evaluate.metric, self._first, metrics))
+        if value is None:
+            return
+        if state.best_metric is None or (
+            value < state.best_metric if evaluate.lower_is_better else value > state.best_metric
+        ):
+            state.best_metric, state.best_global_step = value, step
+
+    def ends(self, step: int) -> None:
+        self._end_epoch()
+        self.call("on_train_end")
+
+    def _end_epoch(self) -> None:
+        if self._in_epoch:
+            self._in_epoch = False
+            self.call("on_epoch_end")
+
+    def _epochs_at(self, step: int) -> int:
+        """Number of whole epochs after so many steps."""
+        return 0 if self._steps_per_epoch is None else math.floor(step / self._steps_per_epoch + 1e-9)
+
+    def _come_to(self, step: int) -> None:
+        self.state.global_step = step
+        if self._steps_per_epoch is not None:
+            self.state.epoch = step / self._steps_per_epoch
+
+
+def _of_evaluation(metrics: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+    """The metrics of an evaluation by transformers' names."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}

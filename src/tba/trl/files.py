@@ -1,0 +1,291 @@
+"""What a script gives and gets as files. Given, for all processes of a run: datasets as JSONL, models as folders, rewards as
+functions that can be sent to workers. Got: checkpoints by TRL's names, the trained model with its card.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, ConfigError, RewardConfig
+from tba.models.paths import check_named, check_there, resolve_path
+from tba.observe.files import write_json
+from tba.observe.run_folder import SAVED, RunFolder, saved_names
+
+
+def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
+    """A dataset as a JSONL file; one that is a file already stays where it is. A file of other rows that has that name is of
+    an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
+    if isinstance(dataset, (str, Path)):
+        return str(Path(dataset).expanduser())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
+    try:
+        with written.open("wb") as file:
+            for line in _json_lines(dataset, what):
+                file.write(line)
+                contents.update(line)
+        if path.is_file() and not filecmp.cmp(written, path, shallow=False):
+            path = path.parent / contents.hexdigest() / path.name
+            path.parent.mkdir(exist_ok=True)
+        if not path.is_file():
+            os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
+    return str(path)
+
+
+def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
+    rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
+    for number, row in enumerate(dataset):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
+        try:
+            yield (json.dumps(dict(row), default=_plain) + "\n").encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"row {number} of {what} cannot be written as JSON ({error}): {rows}.") from None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy and PyTorch as Python has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
+    """The start model as a path; a model object, or one with a tokenizer of its own, is saved as a folder with both."""
+    if isinstance(model, (str, Path)):
+        if tokenizer is None or str(tokenizer) == str(model):
+            return str(model)
+        from transformers import AutoModelForCausalLM
+
+        from tba.models.load import load_weights
+
+        model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
+    if not getattr(model, "can_generate", lambda: True)():
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
+        )
+    _save_with_tokenizer(model, tokenizer, path)
+    return str(path)
+
+
+def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
+    """Save a model object with a tokenizer, its own one by its name where none is given."""
+    if tokenizer is None and not (tokenizer := getattr(getattr(model, "config", None), "_name_or_path", "")):
+        raise ConfigError("processing_class is missing: a model given as an object needs its tokenizer.")
+    if isinstance(tokenizer, (str, Path)):
+        from transformers import AutoTokenizer
+
+        check_named("processing_class", str(tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def reward_configs(
+    rewards: Any, weights: Sequence[float] | None, tokenizers: Any, folder: Path
+) -> list[dict[str, Any]]:
+    """The rewards of a run: functions, `file.py:name`, and reward models by name or as objects."""
+    from tba.tasks.rewards.load_function import check_reward_function
+
+    given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+    own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
+    if not given:
+        raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
+    for name, each in (("reward_weights", weights), ("reward_processing_classes", own)):
+        if each is not None and len(each) != len(given):
+            raise ConfigError(f"{name} has {len(each)} entries for {len(given)} reward_funcs: give one each.")
+    found: list[dict[str, Any]] = []
+    for index, reward in enumerate(given):
+        function = _reward(reward, own[index], folder / f"reward-{index}")
+        check_reward_function(function)  # a file or name that is wrong shows now, not when the run starts
+        found.append({"function": function, "weight": 1.0 if weights is None else float(weights[index])})
+    names = [RewardConfig(function=config["function"]).label for config in found]
+    for index, name in enumerate(names):
+        if names.count(name) > 1:  # TRL allows two of one name
+            found[index]["name"] = f"{name}-{index}"
+    return found
+
+
+def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
+    if isinstance(reward, (str, Path)):
+        name = str(reward)
+        if ".py" in name:
+            return name
+        check_named("reward_funcs", name)
+        kinds = "a reward model (a function is given itself, or as `file.py:name`)"
+        check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
+        if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+            tokenizer.save_pretrained(folder)
+            tokenizer = folder
+        return ModelReward(name, tokenizer and str(tokenizer))
+    if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
+        _save_with_tokenizer(reward, tokenizer, folder)
+        name = getattr(reward.config, "_name_or_path", "") or "reward_model"
+        return ModelReward(str(folder), None, name=Path(name).name)
+    if isinstance(reward, type):
+        raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
+    return reward
+
+
+class ModelReward:
+    """A reward model: the first logit of a sequence classifier for prompt and completion together, as in TRL.
+
+    It is loaded at the first call, in the process that computes rewards.
+    """
+
+    per_sample = True
+
+    def __init__(self, path: str, tokenizer: str | None, *, name: str | None = None) -> None:
+        self.path, self.tokenizer = path, tokenizer or path
+        self.__name__ = name or Path(path).name
+        self._loaded: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None}
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        encoder = self._load()
+        chats = [isinstance(prompt, list) for prompt in prompts]
+        texts = [
+            encoder.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            if chat
+            else prompt + completion
+            for chat, prompt, completion in zip(chats, prompts, completions)
+        ]
+        return encoder.logits(texts, special_tokens=not any(chats))[:, 0].tolist()
+
+    def _load(self) -> Any:
+        if self._loaded is None:
+            from transformers import AutoModelForSequenceClassification
+
+            from tba.models.load import use_cpu
+            from tba.tasks.encoders import load_encoder
+
+            use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute
+            self._loaded = load_encoder(
+                AutoModelForSequenceClassification,
+                self.path,
+                key="reward_funcs",
+                device="cpu",
+                tokenizer_path=self.tokenizer,
+                num_labels=1,
+                dtype="auto",
+            )
+        return self._loaded
+
+
+def lora_config(peft_config: Any) -> dict[str, Any] | None:
+    """model.lora from a PEFT LoraConfig."""
+    if peft_config is None:
+        return None
+    if type(peft_config).__name__ != "LoraConfig":
+        raise ConfigError(f"peft_config is a {type(peft_config).__name__}: give a LoraConfig.")
+    for name in ("use_dora", "modules_to_save", "bias", "use_rslora"):  # lora_dropout is off here
+        if (value := getattr(peft_config, name, None)) and value != "none":
+            raise ConfigError(
+                f"peft_config: {name}={value!r} cannot be kept: the adapter is a plain LoRA. Leave it out."
+            )
+    targets = peft_config.target_modules
+    return {
+        "rank": peft_config.r,
+        "alpha": float(peft_config.lora_alpha),
+        "targets": "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
+    }
+
+
+logger = logging.getLogger("tba")
+
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
+NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
+
+
+def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
+    """Copy what `from_pretrained` loads, and the model's card, to a folder, which may be that of the run."""
+    files = {file for pattern in MODEL_FILES for file in checkpoint.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
+    target.mkdir(parents=True, exist_ok=True)
+    if target.resolve() == run.resolve():
+        list_as_saved(run, *(file.name for file in files))
+    for file in files:
+        shutil.copy2(file, target / file.name)
+
+
+def list_as_saved(run: Path, *names: str) -> None:
+    """List files that a script has written into the run folder, so that `overwrite_output_dir` knows them as the run's."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(run / SAVED, sorted(saved_names(run) | set(names)))
+
+
+def link_checkpoints(run: Path) -> None:
+    """Give the checkpoints of a run TRL's names, checkpoint-N in the run folder itself, as links; those of checkpoints that
+    were dropped go."""
+    for link in run.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for step, path in RunFolder(run).checkpoints_by_step().items():
+        link = run / f"checkpoint-{step}"
+        try:
+            if not link.is_symlink():
+                link.symlink_to(path.relative_to(run))
+        except OSError as error:  # a folder of somebody else's, or a disk without links
+            _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def model_card(config: Config, summary: Mapping[str, Any]) -> str:
+    """The README of a trained model: from what, on what and how it was trained, and how well it did."""
+    rows = "".join(
+        f"| {name} | {_with_error(summary, 'start', name)} | {_with_error(summary, 'final', name)} |\n"
+        for name in summary.get("final", {})
+    )
+    rewards = ", ".join(reward.label for reward in config.task.rewards)
+    table = f"\n| metric | start | end |\n|---|---|---|\n{rows}" if rows else ""
+    return f"""---
+base_model: {config.model.path}
+library_name: {"peft" if config.model.lora is not None else "transformers"}
+tags: [tba, reinforcement-learning, trajectory-balance]
+---
+
+# {config.run_name}
+
+Trained from `{config.model.path}` with [tba](https://pypi.org/project/tba-rl/) {version("tba-rl")}: objective
+`{config.objective.name}`, {summary["steps"]} optimizer steps of {config.train.responses_per_step} responses,
+rewards {rewards or "of the task"}, seed {config.seed}, {summary["seconds"]:.0f} s.
+{table}
+Evaluated on {summary.get("evaluated", {}).get("num_prompts", 0)} held-out prompts.
+"""
+
+
+def _with_error(summary: Mapping[str, Any], when: str, name: str) -> str:
+    value, error = summary.get(when, {}).get(name), summary.get(f"{when}_standard_error", {}).get(name)
+    if value is None:
+        return ""
+    return f"{value:.3g}" if error is None else f"{value:.3g} +- {error:.2g}"
+
+
+def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Metrics as transformers prints them: those of a part of the summary are `final/reward`, what is no number is text."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, (int, float)) else str(value)
+    return found
