@@ -16,7 +16,7 @@ def main() -> None:
         prepare_roles()
     try:
         from tba.cli import main as run
-    except KeyboardInterrupt:  # a second of imports, before anything could be told
+    except KeyboardInterrupt:  # Ctrl-C during the imports, before any handler is set
         raise SystemExit(130) from None
     run()
 

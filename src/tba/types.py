@@ -128,7 +128,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryGroup:
-    """The responses of One rollout: a prompt, and which of its responses are asked for, sent and stored together.
+    """The responses of one rollout, sent and stored together.
 
     TrajectoryGroup(id="searcher-0.5f3a91c2/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
     """
@@ -360,8 +360,7 @@ class Batch:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """What was made on the host, copied without waiting for what the device has been told to do before; on the way back the
-    host waits."""
+    """The tensor on the device. A copy from the host does not wait for earlier work of the device; a copy back does."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -432,7 +431,7 @@ class Loss:
     value: Tensor
     metrics: Mapping[str, float | Tensor]
     """Tensors of one number where they are computed on a device: reading one there would stop the host until the device has
-    caught up, so all are read together at the end of the step. NaN = nothing to tell (a mean over nothing), left out."""
+    caught up, so all are read together at the end of the step. NaN = no value (a mean over nothing), left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -119,7 +119,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
         return 0
 
     log_warnings()
-    # One way to be asked to end: whoever signals all processes of a job reaches the supervisor too, which passes it on once.
+    # A run is asked to end in one way: a signal to all processes of a job reaches the supervisor, which passes it on once.
     # SIGINT may have been ignored from the start, as it is for a command in the background of a script.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):

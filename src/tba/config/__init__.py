@@ -1,4 +1,4 @@
-"""Settings: pydantic models, YAML files, dotted overrides."""
+"""Settings: pydantic models with their checks, YAML files, dotted overrides and TRL's names."""
 
 from tba.config.reading import (
     ConfigError,

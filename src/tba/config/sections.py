@@ -122,11 +122,10 @@ class SearchConfig(Section):
     """The searchers, which draw prompts, generate responses and have them rewarded."""
 
     num_searchers: int | None = Field(default=None, ge=1, le=64)
-    """Number of searcher processes at the start. None = 1, or 2 where all of an
-    asynchronous run computes on the CPU of one machine, for models of 5M parameters and more: they keep its cores busy while
-    nobody trains. Rollouts are
-    handed out to searchers one by one, so that they can be replaced, and `tba scale RUN --count N` can change their
-    number while the run goes on."""
+    """Number of searcher processes at the start. None = 1, or 2 for models of 5M parameters and more where all of an
+    asynchronous run computes on the CPU of one machine: two keep its cores busy while the trainer does not train. Searchers
+    get their rollouts one by one, so a searcher can be replaced, and `tba scale RUN --count N` can change their number
+    during the run."""
     devices: Devices = ()
     """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3], for runtime.kind=local: searcher i uses number i, and
     where there are more searchers than devices the list begins again. Where they differ from the trainer's, weights go
@@ -266,10 +265,10 @@ class TrainConfig(Section):
     """Number of steps after which a batch is trained a second time; 0 = never. The second update is made between two
     steps, and max_steps does not count it. In mode=async it is made only in time that the trainer would spend waiting. It is
     left out while each of the last eight batches was there in time; a trainer that is the bottleneck makes none.
-    So many batches are kept in the host's memory and in checkpoints. None = 3
-    for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
-    on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
-    no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""
+    So many batches are kept in the host's memory and in checkpoints. None = 3 for objectives that bound the push of stale
+    responses (tb), where the rate is auto, the policy computes in fp32 (as on a CPU; not on Ray nodes, unless model.dtype or
+    model.device says so), only the policy's own responses are trained on, and no setting of replay says how often or how
+    late a response may be trained; otherwise 0. In bf16 it gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = the rate at which each update moves the policy as far
     as target_drift says; over the last half of the run it falls to zero."""
@@ -358,7 +357,7 @@ class RuntimeConfig(Section):
     (docs/scaling.md)."""
     address: str | None = None
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
-    on this machine, which nobody else can reach, and ends with the run."""
+    on this machine. Only this run can reach it, and it ends with the run."""
     threads: int | None = Field(default=None, ge=1)
     """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
     shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one

@@ -1,1 +1,1 @@
-"""Engines: prompts in, responses with log-probs and version spans out."""
+"""Engines: they take prompts, and return responses with log-probs and version spans."""

@@ -47,7 +47,7 @@ COARSE_GAP, COARSE_SHARE = 0.03, 0.5
 
 
 class TransformersEngine(Engine):
-    """An engine that decodes with `model` itself, which must therefore be a copy that nobody trains."""
+    """Engine that decodes with `model` itself. The model must therefore be a copy that is not trained."""
 
     def __init__(
         self,
@@ -305,7 +305,8 @@ class CacheAbilities(NamedTuple):
     and some caches select the rows of their keys and forget those of their states."""
 
     takes_positions: bool
-    """Whether the model can be told the positions of tokens: left to itself, one or another (Bamba) counts wrongly."""
+    """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count positions
+    wrongly."""
     caches: bool
     """Reading a token with the cache of those before it; otherwise everything is read again for each token."""
     selects: bool = False

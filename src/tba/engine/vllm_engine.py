@@ -14,7 +14,7 @@ again, as far as the batch's arithmetic allows; it is not the native engine's, b
 
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
 unless something was cut off, forbidden or explored. There our own scorer computes the policy's, for the tokens of each
-version before the next is loaded; without a scorer they are NaN, and such a response counts as nobody's.
+version before the next is loaded; without a scorer they are NaN, and the response counts as one of unknown policy.
 
 Weights go through vLLM's own weight-transfer interface, by a backend that hands over the tensors which the searcher has
 fetched. vLLM's loading fuses the parts, makes layouts for kernels anew where there are any, and copies the values into the
@@ -49,8 +49,8 @@ from tba.models.load import first_line
 from tba.models.text_part import kv_bytes_per_token
 from tba.types import Completion, Request, Sampling, Weights
 
-# vLLM reads these when it is imported or started: an engine in this process, which meets nobody outside this machine, no
-# usage reports, errors only in the log.
+# vLLM reads these when it is imported or started: an engine in this process, no connection beyond this machine, no usage
+# reports, only errors in the log.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -351,7 +351,7 @@ class SharedLLM:
     def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
         """Queue a request -> its id. `taker` is given each of its outputs."""
         name = str(next(self._ids))
-        # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
+        # vLLM cannot forget its prefix cache while requests run, so requests after a load have another salt: they
         # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
         prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
         self.llm.llm_engine.add_request(name, prompt, parameters)
@@ -540,7 +540,7 @@ def memory_options(
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """There is nobody to meet."""
+    """Arguments of an initialisation that connects to no other process."""
 
 
 @dataclass

@@ -86,8 +86,8 @@ class Places(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)  # not frozen, and no integers: torch.compile would compile again for other lengths
 class FlashPlan:
-    """How FlashAttention computes packed sequences. All places are one tensor: one copy to the device, and nothing by whose
-    size torch.compile could tell one layout from another."""
+    """How FlashAttention computes packed sequences. All places are one tensor: one copy to the device, and no tensor
+    whose size depends on the layout, for which torch.compile would compile again."""
 
     places: Tensor
     """The tensors of `Places` one after the other, on the device."""

@@ -35,7 +35,7 @@ FEWEST_LAYERS = 2
 SHORT_TOKENS = 24
 """Length of the longest sequence tried where no window asks for more."""
 SCORED_TOKENS = 8
-"""Number of tokens of the longest response tried; a longer sequence has a longer prompt, whose logits nobody needs."""
+"""Number of tokens of the longest response tried; a longer sequence has a longer prompt, whose logits are not needed."""
 LARGEST_SHARE = 4e-5
 """Largest difference of log-probs that is rounding in fp32, as a share of the largest one (at least 1 nat)."""
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size")
@@ -177,7 +177,7 @@ def _layers_of_every_kind(layers: nn.ModuleList) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells layers apart: their modules' classes and settings (`is_sliding`), but for their place in the list."""
+    """Kind of a layer: its modules' classes and settings (`is_sliding`), without its place in the list."""
     return tuple(
         (name, type(module), *_settings(module)) for name, module in layer.named_modules() if ".lora_" not in name
     )

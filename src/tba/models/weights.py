@@ -73,7 +73,7 @@ def distance(left: np.ndarray, right: np.ndarray) -> float:
 def kl_estimate(sampled: np.ndarray, other: np.ndarray) -> float:
     """KL(p || q) in nats per token from log-probs of the same tokens under p, which sampled them, and under q: the mean of
     q/p - 1 - log(q/p). Its expectation is that of -log(q/p), but it is never negative and varies far less, so that a few
-    tokens of two policies that nearly agree tell how nearly. Of tokens that p has not sampled, such as the canary's, it is
+    tokens suffice to measure how nearly two policies agree. Of tokens that p has not sampled, such as the canary's, it is
     no KL, but still a distance that is 0 only where both agree."""
     log_ratio = np.asarray(other, np.float64) - np.asarray(sampled, np.float64)
     return float(np.mean(np.expm1(log_ratio) - log_ratio))

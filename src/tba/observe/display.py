@@ -71,7 +71,7 @@ class Progress:
         report_height: Callable[[int], None] = lambda lines: None,
     ) -> None:
         """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet.
-        `report_height` is told how many lines of the terminal the table has now."""
+        `report_height` is called with the number of lines that the table has now."""
         self._config = config
         self._roles = roles
         self._clock = clock

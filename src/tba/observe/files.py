@@ -203,8 +203,8 @@ def make_sinks(config: Config, folder: RunFolder, failures: WriteFailures | None
 
 
 class Sinks:
-    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; one that cannot
-    be written is told once."""
+    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; a sink that
+    cannot be written is reported once."""
 
     def __init__(self, sinks: Sequence[Sink], folder: Path, failures: WriteFailures) -> None:
         self._sinks = sinks

@@ -441,7 +441,7 @@ def move_aside(run: Path) -> None:
     own = sorted(entry for entry in _entries(run) if _is_own(entry))
     if not own or not is_begun(run):
         return
-    # Numbers only rise, also where somebody has deleted one in between.
+    # Numbers only rise, even after a folder in between was deleted.
     before = [int(found[1]) for entry in run.iterdir() if (found := re.fullmatch(EARLIER, entry.name))]
     target = run / f"earlier-{max(before, default=0) + 1}"
     target.mkdir()

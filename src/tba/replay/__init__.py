@@ -1,4 +1,4 @@
-"""The replay buffer: what searchers found, kept compactly, sampled by the mixed rule."""
+"""The replay buffer: the searchers' groups in memory and on disk, the rules that draw them, and the batches they make."""
 
 from tba.replay.buffer import ReplayBuffer, ReplayEmpty
 

@@ -168,7 +168,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 def check_schema(database: sqlite3.Connection, path: Path) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version == 0:  # SQLite's own, where nobody has set one
+    if version == 0:  # SQLite's default, which this package never writes
         database.close()
         what = "the database of another program" if path.stat().st_size else "empty"
         raise DurableReplayError(f"{path} is {what}: give a run folder or its replay.sqlite.")
@@ -241,8 +241,8 @@ def location_file(home: Path) -> Path:
 
 
 def stored_file(home: Path) -> Path:
-    """File beside a database with the number of the group that was committed last: it tells of groups that the database has
-    lost."""
+    """File beside a database with the number of the group that was committed last. A resume compares it with the database to
+    find lost groups."""
     return home.with_suffix(".stored")
 
 
@@ -255,7 +255,8 @@ def read_stored(home: Path) -> int | None:
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the network filesystem that a folder is on; None = a local one, or a system that does not tell."""
+    """The type of the network filesystem that a folder is on; None = a local one, or a system that does not list its
+    mounts."""
     if not mounts.is_file():
         return None
     place, found = path.resolve(), (-1, "")

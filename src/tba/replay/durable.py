@@ -259,7 +259,7 @@ class GroupStore:
             if flushed is not None:
                 flushed.set()
         if self._error is None:
-            with suppress(sqlite3.OperationalError):  # somebody reads it: then the -wal file stays beside it
+            with suppress(sqlite3.OperationalError):  # another process reads it, so the -wal file stays
                 self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.execute("PRAGMA journal_mode = DELETE")
         self._database.close()

@@ -1,4 +1,4 @@
-"""Start a run: `train(config)` and `evaluate_model(target, overrides)`."""
+"""A run from its config to its summary. It starts with `train(config)` or `evaluate_model(target, overrides)`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -188,10 +188,10 @@ def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
 
 def task_to_train(model: str) -> str:
     """The task of a model of the package, for a run that names a model and no task. A ConfigError where the model is
-    another one: it would learn the problems of the default task, which nobody has asked for."""
+    another one: it would learn the problems of the default task, for which the command did not ask."""
     if model in SHIPPED:
         return model.removeprefix("tba:")
-    resolve_path(model)  # a folder that is not there is told first
+    resolve_path(model)  # a missing folder is the first error
     others = ", ".join(name for name in TASK_NAMES if name != "custom")
     raise ConfigError(
         f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "

@@ -25,7 +25,7 @@ from tba.observe.run_folder import RunFolder
 from tba.replay.database import StoredGroup, find_database, load_groups, reading
 
 SHOWN_GROUPS = 20
-"""Number of groups that a listing shows unless told otherwise."""
+"""Number of groups that a listing shows by default."""
 ROWS_PER_BLOCK = 10_000
 """Number of responses that a parquet file is written by."""
 LARGEST = 2**63 - 1

@@ -184,7 +184,7 @@ class Importer:
         finish = line.get("finish", "stop" if ids[-1] in self.stop_ids else "length")
         if finish not in ("stop", "length"):
             raise ValueError(f'`finish` is {finish!r}: write "stop" or "length", or leave it out')
-        # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
+        # The buffer takes NaN as the mark of a response that no policy generated, and gives it no lag.
         unknown = np.full(len(ids), np.nan, np.float32)
         completion = Completion(
             prompt_id=prompt.id,

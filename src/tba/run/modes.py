@@ -301,11 +301,11 @@ class AsyncRun(Run):
             if trainer.done:  # whatever becomes of the last evaluation
                 self.recorder.write_summary()
             self.wait_for_evaluation(trainer.step_index)
-        self.runtime.stop()  # before files are written, which may take long: nobody waits for groups any more
+        self.runtime.stop()  # before files are written, which may take long: groups are no longer needed
 
     def wait_for_evaluation(self, version: int) -> None:
-        """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose
-        channel is full would never come to evaluate. A run whose last evaluation never comes is finished all the same."""
+        """Wait for the last evaluation, after the last step. Groups are still taken in, or a searcher whose channel is full
+        would never evaluate. A run whose last evaluation never comes is finished all the same."""
         seconds, idleness = self.config.runtime.wait_seconds, Idleness()
         while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations) and not self.interrupt.asked:
             try:

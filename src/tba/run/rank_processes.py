@@ -46,8 +46,8 @@ INCARNATION = "tba/incarnation"
 
 @contextmanager
 def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
-    """The ranks of this trainer, which is rank 0: they have the same config, and wait for what they are told. On leaving
-    they end."""
+    """The ranks of this trainer, which is rank 0. They have the same config and wait for its commands. They end with the
+    context."""
     if config.train.ranks == 1:
         yield ALONE
         return
@@ -145,7 +145,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def serve(ranks: ConnectedRanks, device: str) -> None:
-    """What a rank other than 0 does: what it is told. It begins by loading the model, and keeps its part of it."""
+    """Do what rank 0 commands, as one of the other ranks. A rank begins by loading the model, and keeps its part of it."""
     step: ShardedTrainStep | None = None
     while True:
         what, values = ranks.listen()

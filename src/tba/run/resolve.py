@@ -136,9 +136,9 @@ def _may_train_again(config: Config, objective: Objective, machine: Machine) -> 
     if config.reference.reset_every or not objective.bounds_drift:
         return False
     if replay.imports or config.search.explore.reference_share:
-        return False  # nobody knows how far the policy has drifted from what it did not generate
-    # In bf16 the policy's distance from its data is lost in rounding: nothing tells the rate that it went too far, and
-    # nothing was gained on GSM8K.
+        return False  # the policy's drift from responses that it did not generate is unknown
+    # In bf16 the policy's distance from its data is lost in rounding. The rate then cannot react to a step that was too
+    # long. On GSM8K nothing was gained.
     if model.dtype != "auto":
         return model.dtype == "float32"
     if config.runtime.kind == "ray" and model.device == "auto":

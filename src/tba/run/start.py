@@ -216,7 +216,7 @@ def save_and_report(run: AsyncRun | SyncRun, error: BaseException) -> None:
     try:
         if not asked and not collapsed and step > 0 and run.trainer.weights_are_consistent:
             run.trainer.checkpoints.save(step)
-    except Exception as lost:  # told, and no more: it must not hide the error that ended the run
+    except Exception as lost:  # logged only: it must not hide the error that ended the run
         logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
     run.recorder.finish("collapsed" if collapsed else "interrupted" if asked else "failed", None if asked else error)
 

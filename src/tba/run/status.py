@@ -1,7 +1,7 @@
 """Look at a run and steer it from outside: `tba status RUN`, `tba stop RUN`, `tba scale RUN --count N`.
 
-The process that a run was started as tells what its roles do in status.json, once a second, also while they wait or are
-started again. What is asked of the run stands in control.json, which it reads as often.
+The first process of a run writes the state of its roles to status.json once a second, also while roles wait or start again.
+It reads requests to the run from control.json as often.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ LATE_SECONDS = 30.0
 
 
 class StatusWriter:
-    """What is done once a second for those who look at the run from outside: writes what its roles do to its status.json,
-    and tells the trainer what is asked of it."""
+    """Writes the state of the roles to status.json once a second, and passes requests from control.json to the trainer."""
 
     def __init__(self, folder: RunFolder, counters: SharedCounters) -> None:
         self._folder = folder
@@ -52,8 +51,8 @@ class StatusWriter:
         return _state_of(self._folder.config) not in (None, self._config_before)
 
     def tick(self) -> None:
-        """Write the status, and tell the trainer what is asked of it, if that is due."""
-        # At once where a searcher is replaced, which may take seconds: its end must not be seen only then.
+        """Write the status and pass requests to the trainer, if that is due."""
+        # The status is due at once where a searcher is replaced: the replacement may take seconds.
         if self._counters.replaced == self._replaced and time.monotonic() < self._looked + CHECK_SECONDS:
             return
         self._looked, self._replaced = time.monotonic(), self._counters.replaced
@@ -235,7 +234,7 @@ def stop_run(run: Path) -> dict[str, Any]:
     if not status["alive"]:
         raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
     owner, user = RunFolder(run).status.stat().st_uid, psutil.Process(status["pid"]).uids().real
-    if owner != user:  # a status.json of somebody else may name any process of this user
+    if owner != user:  # the status.json of another user may name any process of this user
         raise ValueError(
             f"{run} belongs to user {owner} and names process {status['pid']} of user {user}: not stopped."
         )

@@ -55,7 +55,7 @@ StartTrainer = Callable[[str, Mapping[str, Any]], Role]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a trainer runs. Host(board="/proc/4711/fd/9", owner=Holder(...), cluster=None)"""
+    """Where a trainer runs. Host(counters="/proc/4711/fd/9", owner=Holder(...), cluster=None)"""
 
     counters: str
     """Handle of its memory."""
@@ -137,8 +137,8 @@ class Supervisor:
         self._trainer.link.close()
 
     def interrupt(self) -> None:
-        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does. Signal
-        handlers call this, so that nothing more is done here: `run` tells the trainer in a moment."""
+        """Have the trainer save and end. The second request ends it at once, and the third kills it. Signal handlers call
+        this, so it only counts: `run` passes the request to the trainer."""
         self.requests += 1
 
     def signal_roles(self, number: int) -> None:
@@ -294,8 +294,8 @@ def above_the_table(counters: SharedCounters) -> Iterator[None]:
 
 
 def open_replica(config: Config, *, resume: bool) -> RunFolder | None:
-    """The folder of the second copy of a run, on this node, laid out like the run folder, which is on the trainer's node:
-    what the run tells of itself is here too. Empty where the run is new; None without replay.durability=node."""
+    """Folder of the second copy of a run. It is on this node and has the layout of the run folder, which is on the trainer's
+    node. The run's metrics and status are copied to it. Empty where the run is new; None without replay.durability=node."""
     if config.replay.durability != "node":
         return None
     path = replica_folder(config.run_folder)

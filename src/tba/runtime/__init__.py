@@ -1,1 +1,1 @@
-"""How roles reach each other. The loops know only the interfaces in `channels`."""
+"""Processes and the messages between them. The loops know only the interfaces in `channels`."""

@@ -1,7 +1,7 @@
 """How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
 else of the runtime: whether the other role is in this process, in another one or on another host.
 
-The ends of a trainer and of searchers in processes of their own are in connection.py.
+connection.py implements them for a trainer and searchers in processes of their own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def wait_until(
 
     The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
     this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been. A wait in which
-    nothing has moved for WARN_AFTER_SECONDS is told once, long before its deadline.
+    nothing has moved for WARN_AFTER_SECONDS is reported once, long before its deadline.
     """
     if ready():
         return 0.0

@@ -1,8 +1,8 @@
 """The responses of a group as columns: one array, or list, per field instead of an object per response.
 
 A searcher packs a group once, when it is complete. So it is sent, taken into the buffer and written to disk; of 128 short
-responses each of these takes a tenth of the time that 256 small objects and 640 small arrays would take. To whoever looks at
-single responses, columns are a sequence of trajectories like any other: they are made when they are asked for.
+responses each of these takes a tenth of the time that 256 small objects and 640 small arrays would take. For code that
+needs single responses, columns are a sequence of trajectories like any other. A trajectory is made when it is asked for.
 
 Axis letters: R responses of a group, C reward components, N tokens of responses end to end.
 
@@ -314,8 +314,9 @@ def _is_json(value: Any) -> bool:
 
 
 def acknowledged_log() -> Callable[[TrajectoryGroup], None] | None:
-    """Notes each group that this process has been told is stored, by id and CRC-32 of its payload, in a file of its own in
-    the folder TBA_ACKNOWLEDGED_LOG; None where that is not set. An audit compares the notes with the durable replay."""
+    """Function that logs each group whose acknowledgement reached this process, by id and CRC-32 of its payload. The log is
+    a file of this process in the folder TBA_ACKNOWLEDGED_LOG. None where the variable is not set. An audit compares logs
+    with the durable replay."""
     folder = os.environ.get("TBA_ACKNOWLEDGED_LOG")
     if folder is None:
         return None

@@ -1,6 +1,6 @@
-"""The two ends of everything that passes between the trainer and its searchers: groups, rollouts, weights, evaluations,
-signs of life. Each searcher has a link to the trainer's process, and lives no longer than that; those on other machines
-are the business of cluster/roles.py.
+"""The connection between the trainer and its searchers, with both its ends. Groups, rollouts, weights, evaluations and
+heartbeats pass over it. Each searcher has a link to the trainer's process, and lives no longer than that process.
+cluster/roles.py has the searchers on other machines.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class LocalRuntime:
         return groups
 
     def _completed(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A group has arrived. The prompt queue hears of it at once: if its searcher is lost in the same moment, only
+        """A group has arrived. The prompt queue learns of it at once: if its searcher is lost in the same moment, only
         its other rollouts are handed out again."""
         self.prompt_queue.complete(group.rollout, is_lost=not group.trajectories)
         return group
@@ -161,7 +161,7 @@ class LocalRuntime:
         incarnation.process.link.send(("rollouts", self.prompt_queue.lease(incarnation.holder, count)))
 
     def _forget(self, incarnation: Incarnation) -> None:
-        """A searcher is gone: others take its rollouts."""
+        """A searcher has ended: others get its rollouts."""
         self.pool.forget(incarnation)
         self.prompt_queue.hand_back(incarnation.holder)
         if not incarnation.replaced:

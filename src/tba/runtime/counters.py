@@ -190,7 +190,7 @@ WAITS_FOR: dict[Wait, str] = {
 
 
 class SharedCounters:
-    """`board.trainer["wait_seconds"]`, `board.searcher(0)["responses"]`: views that read and write shared memory."""
+    """The numbers of all roles in shared memory: `counters.trainer["wait_seconds"]`, `counters.searcher(0)["responses"]`."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
@@ -216,11 +216,11 @@ class SharedCounters:
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
     def take_others(self, values: np.ndarray, own: slice) -> None:
-        """Take over what another board shows, except for what is written here."""
+        """Take over the numbers of other counters, except those that are written here."""
         self.values[: own.start], self.values[own.stop :] = values[: own.start], values[own.stop :]
 
     def take_own(self, values: np.ndarray, own: slice) -> None:
-        """Take over what a role on another board has written."""
+        """Take over the numbers that a role has written to its own counters."""
         self.values[own] = values
 
     def places(self) -> dict[int, Place]:
@@ -237,7 +237,7 @@ class SharedCounters:
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
         # A process that loads its model shows nothing yet; the supervisor bounds that, not the deadlines of others.
         loading = any(row["heartbeat"] == 0 for row in rows)
-        # One that shows no sign of life is the business of whoever replaces it.
+        # A silent searcher is replaced by the SearcherPool.
         silent = [row.silence() > SILENT_SECONDS for row in rows]
         if loading or any(silent) or self._is_suspended():
             return time.monotonic()
@@ -250,8 +250,8 @@ class SharedCounters:
         return time.monotonic() if moves else self.trainer["beats"]
 
     def _is_suspended(self) -> bool:
-        """Whether the trainer's process does nothing: somebody has suspended it (kill -STOP), or starting a searcher takes
-        long. Nobody who waits for it may lose patience."""
+        """Whether the trainer's process does nothing, because it is suspended (kill -STOP) or starting a searcher takes
+        long. Deadlines of roles that wait for it do not count meanwhile."""
         return self.trainer.silence() > SILENT_SECONDS
 
     @property

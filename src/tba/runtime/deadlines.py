@@ -1,5 +1,5 @@
-"""Deadlines: how long nothing has moved, and what is told when one passes: who waited for whom, since when the awaited have
-been silent, which setting decides, and what every thread of every role was doing.
+"""Deadlines: how long nothing has moved, and the report when a deadline passes. The report says who waited for whom, since
+when the awaited roles have been silent, which setting decides, and what every thread of every role was doing.
 
 Nothing here imports torch or NumPy: reward workers use it too.
 """

@@ -40,9 +40,9 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionHandle:
-    """What a searcher's process needs to find its ends.
+    """Handles with which a searcher's process opens the shared memory of its connection.
 
-    ConnectionHandle(board="/proc/4711/fd/9", weights=SharedWeightsHandle(...), references=None)
+    ConnectionHandle(counters="/proc/4711/fd/9", weights=SharedWeightsHandle(...), references=None)
     """
 
     counters: str
@@ -71,7 +71,7 @@ class Link:
         unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
         """`connection` is a Connection, or has its methods to send and receive bytes. `queued`: a thread sends, so that
-        sending never waits; one searcher that is suspended holds up nobody. `unread` gets every message as it came, and
+        sending never waits; one searcher that is suspended delays no other. `unread` gets every message as it came, and
         None at the end, in the place of the inbox."""
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class Link:
 
     def close(self) -> None:
         """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
-        it here would neither wake the reader nor tell the other end."""
+        it here would neither wake the reader nor reach the other end."""
         if self._outbox is not None:
             self._outbox.put(None)
         self._hang_up()

@@ -45,7 +45,7 @@ class RolePlacement:
     sees_one: bool = False
     """Whether some searcher hides all GPUs but its own from itself (`see_only`)."""
     on_cluster: bool = False
-    """Whether Ray places the roles: a device is then one of a role's own node, and nobody here knows who else uses it."""
+    """Whether Ray places the roles: a device is then one of a role's own node, and its other users are not known here."""
 
     @classmethod
     def of(cls, config: Config, *, auto: str = "cuda:0") -> RolePlacement:
@@ -120,8 +120,8 @@ def see_only(device: str) -> str:
 # not wait for each other. So there is one for each core, also where searchers compute on these cores with one thread each.
 
 PINNED = "OMP_NUM_THREADS"
-"""Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A
-role finds there the number that it was started with."""
+"""Where the user has set it, it is the most threads that a process has, and a run has several processes. A role finds the
+number that it was started with there."""
 LEFT = 1
 """Number of cores that no process of a run counts on, unless it would cost processes their second thread."""
 MOST_THREADS = 16

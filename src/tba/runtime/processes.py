@@ -219,7 +219,7 @@ def role_environment(threads: int) -> dict[str, str]:
 
 def server_environment() -> dict[str, str]:
     """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
-    when they were loaded, so it has all of them: a role is told how many of them are its own. NumPy's products have one."""
+    when they were loaded, so it has all of them. Each role gets its own number as it starts. NumPy's products have one."""
     return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -230,7 +230,7 @@ class ForkedProcess:
     """A role, with the methods of subprocess.Popen that are needed of it."""
 
     def __init__(self, pid: int, told: Connection) -> None:
-        """`told` brings the exit status, and ends with the server."""
+        """`told` is the pipe that brings the exit status. It closes with the server."""
         self.pid = pid
         self._told = told
         self._status: int | None = None
@@ -260,7 +260,7 @@ class ForkedProcess:
                 except EOFError:  # its server is gone, and the role with it
                     self._status = -signal.SIGKILL
             elif self._status is None:
-                # A server that hangs tells nothing, and does not ask about its children either.
+                # A server that hangs reports no exit status, and does not reap its children either.
                 self._status = _status_of_zombie(self.pid)
             return self._status
 
@@ -334,7 +334,7 @@ class ForkServer:
         try:
             return server._start(name, **request)
         except ServerGone as error:
-            # One that hangs is killed: a role that nobody hears of must not be forked when it wakes up.
+            # A server that hangs is killed. If it woke up, it would fork a role that no process watches.
             server.close()
             logger.warning("%s Another one takes its place.", error)
         return cls._living()._start(name, **request)

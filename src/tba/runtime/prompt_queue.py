@@ -30,7 +30,7 @@ class RolloutRequest:
 
 
 class PromptQueue:
-    """Hands out rollouts, and knows who has which. Used by several threads."""
+    """Hands out rollouts as leases and keeps the holder of each. Several threads use it."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True) -> None:
         if num_prompts < 1:
@@ -68,7 +68,7 @@ class PromptQueue:
                 self.num_lost += is_lost
 
     def hand_back(self, holder: str) -> int:
-        """A searcher is gone: others take its rollouts. Returns their number."""
+        """Take the rollouts of a searcher that has ended, for others to get. Returns their number."""
         with self._lock:
             rollouts = self._leased.pop(holder, {})
             self._handed_back += rollouts.values()

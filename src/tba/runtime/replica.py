@@ -1,6 +1,6 @@
 """The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
-replay.durability=node a searcher is told that a group is stored only when it is here too, and a trainer whose disk is gone
-gets the groups from here.
+replay.durability=node a group is acknowledged to its searcher only when it is here too. A trainer whose disk is lost gets
+its groups from here.
 
 A row is a pickled group, in a file that only its owner can open; another one is refused. Nothing here imports torch.
 """
@@ -49,7 +49,7 @@ class Replica:
             self._refuse_others()
             os.close(
                 os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            )  # pickles: nobody else may write them
+            )  # pickles: no other user may write them
             self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
             # What is committed survives every process. It is lost with the machine, but the first copy is on another one.
@@ -58,7 +58,7 @@ class Replica:
         self._num_responses = self._count()
 
     def add(self, group_id: str, responses: int, body: bytes) -> None:
-        """Store a group, unless it is there already. Until this has returned no searcher may be told that it is stored."""
+        """Store a group, unless it is there already. It may be acknowledged only after this has returned."""
         source, _, number = group_id.rpartition("/")
         with self._reported("written"), self._database:  # a transaction
             if self._database.execute(INSERT, (source, int(number), responses, body)).rowcount:

@@ -68,7 +68,7 @@ def show_as(name: str) -> None:
 def run_role(link_descriptor: int) -> int:
     """Run the target that the parent sends; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this process may have blocked some, as Ray does
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the starter of this process may have blocked some, as Ray does
     write_stacks_when_asked()  # to the log, which is stderr
     connection = Connection(link_descriptor)
     first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
@@ -86,7 +86,7 @@ def run_role(link_descriptor: int) -> int:
         gc.freeze()  # or the first collections of a process that was not forked would walk through all of torch
         gc.enable()
         return target(link, **arguments) or 0
-    except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
+    except Exception as error:  # the process boundary: sent to the parent, logged, and shown by the exit status
         traceback.print_exc()
         final = isinstance(error, RunCannotGoOn)
         link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
@@ -102,7 +102,7 @@ def _parent_is_gone() -> None:
 
 
 def serve(caller: socket.socket) -> None:
-    """The server: fork a role for each request, tell of each one that ends, until the caller is gone."""
+    """The server: fork a role for each request and report the end of each, until the caller is gone."""
     requests = Connection(os.dup(caller.fileno()), writable=False)
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -117,7 +117,7 @@ def serve(caller: socket.socket) -> None:
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                with running.pop(pid) as told, suppress(BrokenPipeError):  # nobody wants to know
+                with running.pop(pid) as told, suppress(BrokenPipeError):  # the caller has closed its end
                     told.send(os.waitstatus_to_exitcode(status))
         if caller.fileno() not in ready:
             continue

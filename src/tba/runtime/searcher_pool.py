@@ -1,7 +1,7 @@
 """The searchers of a run, which are children of its trainer: they are started, replaced when they die or hang, and ended
 with it. A thread looks after them, for the trainer may be in the middle of a long step.
 
-A searcher that is gone has lost what the trainer has not stored. Its rollouts go to others.
+A searcher that ends loses the groups that the trainer has not stored. Others get its rollouts.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Incarnation:
 
     @property
     def holder(self) -> str:
-        """Who has its rollouts: searcher-0.5f3a91c2"""
+        """Holder of its rollouts in the prompt queue: searcher-0.5f3a91c2"""
         return f"searcher-{self.index}.{self.id}"
 
 
 StartSearcher = Callable[[Callable[..., None], Mapping[str, Any], ConnectionHandle, int, str], Role]
-"""Starts a process that runs `target(link, index=..., incarnation=..., ends=..., **arguments)`, given the target, its
-arguments, its ends, the number of the place in the pool that it fills and its id as an incarnation."""
+"""Starts a process that runs `target(link, index=..., incarnation=..., connection=..., **arguments)`, given the target, its
+arguments, its connection, the number of the place in the pool that it fills and its id as an incarnation."""
 
 
 def local_starter(config: Config, logs: Path) -> StartSearcher:
@@ -73,7 +73,7 @@ def local_starter(config: Config, logs: Path) -> StartSearcher:
         index: int,
         incarnation: str,
     ) -> Role:
-        logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        logs.mkdir(parents=True, exist_ok=True)  # the user may have deleted it
         return RoleProcess(
             f"searcher-{index}",
             target,
@@ -117,7 +117,7 @@ class Member:
 
 
 class SearcherPool:
-    """consumes: signs of life and ends of the searchers' processes
+    """consumes: heartbeats and exit statuses of the searchers' processes
     waits for: nothing longer than CHECK_SECONDS
     produces: searchers that live
     unblocked by: nothing
@@ -243,7 +243,7 @@ class SearcherPool:
         self._incarnations.append(member.filled_by)
 
     def _replace_lost(self, member: Member, found: Incarnation, what: str, *, final: bool = False) -> None:
-        """A searcher is gone, or as good as: others take its rollouts, and another process its place in the pool."""
+        """A searcher has ended or hangs. Others get its rollouts, and another process gets its place in the pool."""
         process, row = found.process, self._counters.searcher(member.index)
         process.kill()
         process.link.close()

@@ -46,7 +46,7 @@ class Workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        finally:  # whoever goes on after an error may change what they read
+        finally:  # after an error the caller may change what they read
             for future in pending:
                 future.cancel()
             wait(pending)

@@ -1,0 +1,1 @@
+"""The searcher: it draws prompts, generates and scores responses, and sends them to the trainer as groups."""

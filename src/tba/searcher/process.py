@@ -170,8 +170,8 @@ class SearcherRole:
         self._tick(may_evaluate=self._has_sent_first)
 
     def idle_tick(self) -> None:
-        """While waiting: nothing is held back, for the trainer may wait for just that."""
-        # One that waits although it has a prompt has nothing better to do.
+        """The tick while the searcher waits: every finished group is sent, for the trainer may wait for it."""
+        # A searcher that has a prompt and still waits is free to evaluate.
         self._tick(may_evaluate=self._has_sent_first or self.searcher.prompts.peek() is not None)
         self.searcher.send_ready()
 
@@ -205,7 +205,7 @@ class SearcherRole:
 
     def _between_steps_of_evaluations(self) -> None:
         self.work()
-        self.connection.handle_messages()  # one that is told to stop does not finish an evaluation first
+        self.connection.handle_messages()  # a request to stop comes before an evaluation
 
     def work(self) -> None:
         show_work(self.connection.row, self.searcher.engine, self.searcher.counts)
@@ -278,7 +278,7 @@ def run_searcher(
         def start_scorer() -> Scorer:
             found = make_start_scorer(config, loaded, searcher)
             if config.reference.reset_every:
-                give_back(loaded)  # it is a copy, and nobody needs the loaded model after that
+                give_back(loaded)  # the reference is a copy, so the loaded model is not needed any more
             return found
 
         def evaluator() -> Evaluator:

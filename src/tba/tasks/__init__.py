@@ -1,0 +1,1 @@
+"""Tasks: problems with their prompts, rewards, graders and evaluations."""

@@ -134,7 +134,7 @@ def read_sides(
     config: TaskConfig, reader: PromptReader, *, trains: bool = True, tells: bool = True
 ) -> tuple[FilePrompts, FilePrompts]:
     """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
-    bad rows are to be left out in silence."""
+    bad rows are left out without a warning."""
     assert config.data is not None
     fraction = config.eval_fraction if config.eval_data is None else 0.0
     train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)

@@ -11,7 +11,7 @@ What a model answered may be kept in a file, one JSON line a prompt, and two mod
     tba evaluate RUN_B --samples 8 --responses b.jsonl --against a.jsonl
 
 Most of the spread of an evaluation is between prompts, which are hard or easy for both models. A paired difference is free
-of it, so that two models can be told apart by far fewer prompts than their own standard errors suggest.
+of it, so it shows which of two models is better with far fewer prompts than their own standard errors suggest.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def respond(
     finished: Callable[[FinishedGroup], None] = lambda group: None,
 ) -> list[FinishedGroup]:
     """The responses to each prompt, in the order of the prompts, samples in order; prompts have different ids. `finished` is
-    told of each prompt's as soon as all of them are there."""
+    called with a prompt's responses as soon as the last of them is there."""
     by_id = {prompt.id: prompt for prompt in prompts}
     completions: dict[str, list[Completion]] = defaultdict(list)
     groups: dict[str, FinishedGroup] = {}

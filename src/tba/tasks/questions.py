@@ -112,7 +112,7 @@ class QuestionTask(RowsTask, RightOrWrong):
 
     @abstractmethod
     def is_right(self, text: str, *, question: str, answer: str) -> bool:
-        """Whether a response gives the answer of a problem; the question tells an answer from a restatement."""
+        """Whether a response gives the answer of a problem. A response that only restates the question does not."""
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         question, answer = prompt.columns["question"], prompt.columns["answer"]

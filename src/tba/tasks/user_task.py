@@ -60,7 +60,7 @@ def _file_of(kind: Any) -> str | None:
 
 
 def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
-    """Refuse prompts that cannot be drawn, or told apart: an engine knows a response by the id of its prompt."""
+    """Refuse prompts that cannot be drawn, and ids that occur twice: an engine knows a response by the id of its prompt."""
     with user_code(type(task), f".prompts({split!r})"):
         prompts = task.prompts(split)
     what = f"task.name={config.name}: {config.label}.prompts({split!r})"

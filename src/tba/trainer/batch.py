@@ -154,7 +154,7 @@ def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[l
 
     The costliest prompt left goes to the rank that has least to do.
     """
-    # Every rank deals alike from the same batch, so that none need be told what is whose.
+    # Every rank divides the same batch in the same way, so no rank needs a message about its part.
     cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):

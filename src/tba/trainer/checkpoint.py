@@ -329,7 +329,7 @@ class Checkpoints:
     def _rename_best(self, step: int, saved_best: int | None) -> None:
         """The one that the newest regular checkpoint knows of stays beside it."""
         source = self.folder.checkpoints / f"evaluated-step-{step}"
-        if not source.exists():  # it could not be written, which was told, or someone has tidied up
+        if not source.exists():  # it could not be written, which was reported, or the user has deleted it
             return
         for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
             if outdone != saved_best:

@@ -133,7 +133,7 @@ class LearningRate:
         if train.max_seconds is not None and now > 0.0:
             steps = min(steps, (step + 1) / now)
         elif train.max_steps is None:
-            return 1.0  # nobody knows yet how many there will be
+            return 1.0  # the number of steps is not known yet
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
 
     @property
@@ -158,7 +158,8 @@ class LearningRate:
         """Number of updates that the policy may be ahead of a response that is trained, by their length."""
         nats = self.next_drift(step, progress)
         if math.isnan(nats):
-            # A prompt of each batch is one behind: its drift tells the length. After FIRST_STEPS nothing has moved yet.
+            # A prompt of each batch is one update behind: its drift measures the update. If it is not known after
+            # FIRST_STEPS, no weight has moved yet.
             return 0.01 if step < FIRST_STEPS else math.inf
         return MOST_DRIFT / nats if nats > 0.0 else math.inf
 

@@ -1,8 +1,8 @@
 """The trainer: take in what arrived, train an earlier batch again, sample, step, publish.
 
 It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
-groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since nobody will
-generate just these once more. They are removed where searcher and trainer take turns, which generates them again, token by
+groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since they are not
+generated a second time. They are removed where searcher and trainer take turns, which generates them again, token by
 token; and after a collapse, or where an earlier checkpoint was named, because the policy that generated them is given up.
 """
 
@@ -65,7 +65,7 @@ class Trainer:
     beta: Beta
     updates: Updates
     prompt_queue: PromptQueue
-    """Knows of every rollout of a prompt who makes it."""
+    """The prompt queue, which knows the holder of every rollout."""
     counts: ResponseCounts
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
@@ -218,7 +218,7 @@ class Trainer:
         started = time.perf_counter()
         groups = self.receiver.drain()
         if self.prompt_queue.outstanding:
-            self.recorder.training_starts()  # somebody was given a rollout
+            self.recorder.training_starts()  # a searcher has its first rollout
         for group in groups:
             if self.probe is not None:
                 self.probe.look(group, step=self.step_index)
@@ -243,7 +243,7 @@ class Trainer:
         return new
 
     def count(self, group: TrajectoryGroup) -> None:
-        """A rollout has come to its end with this group."""
+        """Close the rollout of this group in the prompt queue."""
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated

@@ -2,12 +2,12 @@
 
 Rank 0 is the trainer: it has the replay buffer, publishes weights and writes checkpoints. The others have a part of the
 model and of the optimizer. Every rank makes a ShardedTrainStep from the same config and model. On rank 0 each method first
-tells the other ranks (`tell`), which wait for that as long as it takes (`listen`) and then do the same (`follow`). So the
-trainer's loop, its checkpoints and its publications need not know. Whatever breaks between them ends the trainer with
-`RankLost`, and the supervisor resumes it with new ranks.
+sends a command to the other ranks (`tell`). They wait for commands without a limit (`listen`) and then do the same
+(`follow`). So the trainer's loop, its checkpoints and its publications need no code for ranks. A broken connection between
+ranks ends the trainer with `RankLost`, and the supervisor resumes it with new ranks.
 
-What a searcher or a file gets are whole tensors under the model's own names, gathered one at a time: a checkpoint does not
-tell how many ranks wrote it, and a run may go on with another number of them.
+Searchers and files get whole tensors under the model's own names, gathered one at a time. A checkpoint does not depend on
+the number of ranks that wrote it, and a run may resume with another number.
 
 Collectives on tensors of the model run on the devices by NCCL, or on CPUs by gloo. Messages go through host memory by gloo;
 they are JSON and tensors, never pickle.
@@ -136,7 +136,7 @@ class ShardedTrainStep(TrainStep):
 
     ranks: ConnectedRanks
 
-    # What rank 0 is asked for. The others are told of it, and do their part.
+    # Methods of rank 0. Each sends its command to the other ranks, which do their part.
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         log_z = self.policy.log_z
@@ -189,7 +189,7 @@ class ShardedTrainStep(TrainStep):
         except NonFiniteLoss:  # all ranks have met it
             raise
         except BaseException:
-            # Also what this rank alone has met, or Ctrl-C: the others are left in the middle of what they were told.
+            # Errors of this rank alone and Ctrl-C count too: the other ranks are then in the middle of a command.
             self.ranks.lost = True
             raise
 

@@ -1,4 +1,4 @@
-"""The Python entry points, in the shape TRL's users know.
+"""TBAConfig and TBATrainer: the Python entry points, with TRL's names.
 
 from tba import TBAConfig, TBATrainer
 

@@ -1,8 +1,8 @@
 """transformers' callbacks for a run of ours: a TrainerCallback is called at the points where transformers' Trainer calls it,
-and what it asks for through TrainerControl is done.
+and its requests through TrainerControl are met.
 
-In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
-evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as draw every row to
+In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. The
+metrics of an evaluation arrive later, so on_evaluate comes after on_save. An epoch is as many steps as draw every row to
 train on once.
 """
 
@@ -44,11 +44,11 @@ class Callbacks(RunListener):
         self.control = TrainerControl()
         self._args, self._context, self._steps_per_epoch = args, context, steps_per_epoch
         self._in_step: list[Callable[[], None]] | None = None
-        """What was heard since a step began, told after its on_step_end; None = no step is being made."""
+        """Calls that arrived since a step began, made after its on_step_end; None = no step is being made."""
         self._in_epoch = False
-        """Whether on_epoch_begin was told, and not yet on_epoch_end."""
+        """Whether on_epoch_begin was called, and not yet on_epoch_end."""
         self._saved: int | None = None
-        """Step of the last checkpoint that callbacks were told of."""
+        """Step of the last checkpoint for which on_save was called."""
         self._first: Mapping[str, float] = {}
         """Metrics of the first evaluation."""
         for callback in callbacks:
@@ -151,7 +151,7 @@ class Callbacks(RunListener):
     def _report_save(self, step: int, path: Path, wait: Callable[[], None]) -> None:
         self._come_to(step)
         self.control.should_save = self.save = False
-        if step != self._saved:  # who asks for what is there already is not told of it again
+        if step != self._saved:  # on_save is called once for a checkpoint, also where it is asked for twice
             self._saved = step
             if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
                 wait()  # they may read it
@@ -165,7 +165,7 @@ class Callbacks(RunListener):
             self._in_step.append(tell)
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What EarlyStoppingCallback compares with; it is told of an evaluation before that counts."""
+        """Keep the best metric, with which EarlyStoppingCallback compares. It sees an evaluation before that counts."""
         evaluate, state = self._args.evaluate, self.state
         value = metrics.get(deciding_metric(evaluate.metric, self._first, metrics))
         if value is None:

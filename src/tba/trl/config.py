@@ -2,7 +2,7 @@
 
 It is a dataclass with the fields of TRL's GRPOConfig, so that HfArgumentParser and TRL's TrlParser make it. Only what is
 given counts: TRL's own defaults (beta 0, its loss, linear decay) are shown and not taken over, and what is left out is ours.
-What depends on the data, such as num_train_epochs, is settled when the trainer knows how many rows there are.
+What depends on the data, such as num_train_epochs, is decided when the trainer knows how many rows there are.
 """
 
 from __future__ import annotations

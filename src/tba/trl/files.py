@@ -175,7 +175,7 @@ class ModelReward:
             from tba.models.load import use_cpu
             from tba.tasks.encoders import load_encoder
 
-            use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute
+            use_cpu()  # a worker imports torch for this reward only, and has no device or threads set
             self._loaded = load_encoder(
                 AutoModelForSequenceClassification,
                 self.path,
@@ -240,7 +240,7 @@ def link_checkpoints(run: Path) -> None:
         try:
             if not link.is_symlink():
                 link.symlink_to(path.relative_to(run))
-        except OSError as error:  # a folder of somebody else's, or a disk without links
+        except OSError as error:  # a folder of another user, or a disk without links
             _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
 
 

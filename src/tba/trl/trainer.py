@@ -188,11 +188,11 @@ class TBATrainer:
         return self.config.run_folder
 
     def log(self, logs: Mapping[str, float]) -> None:
-        """Add a record to `state.log_history`, and tell the callbacks."""
+        """Add a record to `state.log_history` and call on_log."""
         self._handler.log(self.state.global_step, logs)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the process that saves and tells: it always is, the others of a run are started by it."""
+        """Whether this process saves and reports. It always does: it starts the other processes of a run."""
         return True
 
     is_local_process_zero = is_world_process_zero

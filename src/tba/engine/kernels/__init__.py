@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA. Imported only where a GPU is used; with TRITON_INTERPRET=1 they run on a CPU, for tests."""
+"""Triton kernels for CUDA. They are imported only where a GPU is used. With TRITON_INTERPRET=1 tests run them on a CPU."""

@@ -107,7 +107,8 @@ class SlotTable:
     def update(self, integers: np.ndarray, number: int) -> list[int]:
         """Take note of snapshot `number` of the first slots -> slots whose response is complete."""
         all_tokens, done = (integers[:, INTEGERS.index(name)] for name in ("num_tokens", "done"))
-        # A slot that was given away after the snapshot was taken must not be told of what it saw: that was another response.
+        # A slot may have a new response since the snapshot was taken. The snapshot then describes the old one, and is not
+        # applied.
         seen = np.flatnonzero(self.first_snapshot[: len(done)] <= number)
         num_tokens = all_tokens[seen]
         # Every token moves its slot on by one position, so positions follow from the counts and need not be copied.

@@ -1,4 +1,4 @@
-"""A grid of training runs, resumable, then one table: `tba compare STUDY.yaml`."""
+"""A grid of training runs that can be resumed, and the table of its results: `tba compare STUDY.yaml`."""
 
 from tba.run.compare.runs import compare
 

@@ -120,7 +120,7 @@ class Study(Section):
         for name, values in {"seeds": self.seeds, "tune.values": () if tune is None else tune.values}.items():
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}={list(values)} has a value twice: each is run once.")
-        # The seed is what tells a tuning run from a reported one.
+        # A tuning run is recognised by its seed.
         if tune is not None and tune.seed in self.seeds:
             raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
         return self

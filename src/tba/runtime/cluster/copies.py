@@ -128,7 +128,7 @@ class RunCopy:
         self._lock = threading.Lock()
         """Held while the copy is changed or read."""
         self._have: dict[str, str] = {}
-        """What was copied last, as `what_is_there` tells it."""
+        """Files that were copied last, as `what_is_there` lists them."""
         self._fetching = threading.Thread()
         self._told = ""
         """What went wrong last."""
@@ -250,7 +250,7 @@ class RemoteReplica:
     def __init__(self, owner: Holder) -> None:
         self._actor = ray.get_actor(_replica_name(owner), namespace=NAMESPACE)
         self._storing: dict[Any, str] = {}
-        """Groups whose copy is on its way, by what tells that it is stored."""
+        """Groups whose copy is on its way, by the call that stores it."""
 
     def add(self, group: TrajectoryGroup) -> None:
         stored = self._actor.add.remote(group.id, len(group.trajectories), pickled(group))

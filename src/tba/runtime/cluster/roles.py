@@ -1,5 +1,5 @@
 """Roles on a Ray cluster, as their starter sees them: each is an actor (host.py) with stated resources, and its link
-is carried by calls of the actor. Neither supervisor nor trainer can tell them from processes of their own machine.
+is carried by calls of the actor. To the supervisor and the trainer they look like processes of their own machine.
 
 The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
 actors when that process is gone.
@@ -86,7 +86,7 @@ class ClusterRole:
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         self._frames: deque[bytes] = deque()
-        """What the role has sent and nobody has read yet."""
+        """Messages that the role has sent and its starter has not read yet."""
         # Last: its reader begins to make calls of the actor at once.
         self.link = ActorLink(self, queued=queued)
 
@@ -157,7 +157,7 @@ class ClusterRole:
             ray.get(call)
 
     def _end(self, status: int) -> None:
-        """The role is gone, and its actor with it; whoever started it sees the end of its link."""
+        """The role has ended, and its actor with it. Its starter sees the end of the link."""
         with self._end_lock:
             if self._ended.is_set():
                 return
@@ -248,7 +248,7 @@ class ClusterTrainers:
                 )
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(begin(arguments=arguments))
-        except ray.exceptions.RayActorError:  # told by the exchange
+        except ray.exceptions.RayActorError:  # the exchange reports it
             role.kill()
         except (ray.exceptions.RayError, OSError) as error:
             logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])

@@ -49,8 +49,8 @@ call begins. Returns what can be waited for."""
 
 
 class WeightRelay:
-    """Passes on what a trainer on this node publishes: one put for all searchers, and no more than one offer on the way to
-    each, so that a slow node gets fewer versions and holds up nobody."""
+    """Passes on the weights that a trainer on this node publishes. One put serves all searchers. At most one offer is on its
+    way to each, so a slow node gets fewer versions and delays no other."""
 
     def __init__(self, connection: ConnectionHandle) -> None:
         handles: dict[Kind, SharedWeightsHandle | None] = {
@@ -60,7 +60,7 @@ class WeightRelay:
         self._sources = [_Source(kind, handle) for kind, handle in handles.items() if handle is not None]
         self._receivers: dict[str, Give] = {}
         self._given: dict[tuple[str, Kind], tuple[int, Any]] = {}
-        """By receiver and kind: number of the last offer, and what tells that it has arrived."""
+        """Number of the last offer and the call that delivers it, by receiver and kind."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="weight-relay")
@@ -114,7 +114,7 @@ class _Source:
         """What can be given; None before the canary is there, which the trainer computes at once."""
 
     def look(self) -> None:
-        """Put a newer version into the object store; the one before goes when nobody fetches it any more."""
+        """Put a newer version into the object store. The version before leaves it after the last fetch."""
         number = self._buffers.number
         if number != self._number:
             found: list[Any] = []
@@ -149,7 +149,7 @@ class WeightMirror:
         return self._buffers["weights"].number > 0
 
     def connection(self, connection: ConnectionHandle) -> ConnectionHandle:
-        """The same ends as the searcher finds them on this node; `ends.board` is this node's already."""
+        """The same handles as the searcher finds them on this node. `counters` is already this node's."""
         handles = {
             kind: SharedWeightsHandle(memory=buffers.memory.handle, layout=self._layouts[kind])
             for kind, buffers in self._buffers.items()

@@ -1,1 +1,1 @@
-"""How a task's data is read, encoded and split."""
+"""Reading, encoding and splitting of a task's data."""

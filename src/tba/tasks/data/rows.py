@@ -207,12 +207,12 @@ def prompt_column(row: DataRow, column: str) -> str:
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Refuse a file whose first line tells that it holds no JSON Lines, with the command that makes them."""
+    """Refuse a file whose first line is no JSON Lines. The error has the command that makes them."""
     try:
         with _open(path) as file:
             start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
     except (OSError, EOFError, zlib.error):
-        return  # told when its lines are read
+        return  # reported when its lines are read
     if start.startswith(b"\x1f\x8b"):
         raise ValueError(f"{path} is packed by gzip: name it .jsonl.gz.")
     if start.startswith(LFS_POINTER):
@@ -231,7 +231,7 @@ def refuse_other_formats(path: Path) -> None:
     try:
         whole = json.loads(text.removeprefix(codecs.BOM_UTF8))
     except ValueError:
-        return  # its lines are told one by one
+        return  # its lines are reported one by one
     if isinstance(whole, dict) or (isinstance(whole, list) and all(isinstance(row, dict) for row in whole)):
         raise ValueError(
             f"{path} is one JSON {'object' if isinstance(whole, dict) else 'array'}, and JSON Lines are needed: one object "

@@ -1,1 +1,1 @@
-"""MATH: competition mathematics, and when an answer to it is right."""
+"""MATH: competition mathematics, with the rules by which an answer is right."""

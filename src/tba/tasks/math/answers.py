@@ -72,7 +72,7 @@ MEASURES = {
     "kilogram": r"kg|kilograms?",
     "pound": r"lbs?|pounds?",
 }
-"""Units that are told apart where both answers have one. Whatever else is counted (ways, points) may have any name."""
+"""Units that must be equal where both answers have one. Whatever else is counted (ways, points) may have any name."""
 SIGN, MEASURE = (
     re.compile("|".join(rf"(?P<{name}>{before}(?:{words}){after})" for name, words in table.items()))
     for table, before, after in ((SIGNS, "", ""), (MEASURES, "(?<![a-z])", "(?![a-z])"))
@@ -103,7 +103,7 @@ SPELLINGS: tuple[Rewrite, ...] = tuple(
         (rf"^(?:{_TEXT_COMMAND})?([\d:! ]*\d)\s*(?:{_TEXT_COMMAND})?\s*[pP]\.?[mM]\.?\s*\}}?\W*$", r"\1pm"),
     )
 )
-"""Ways to write the same, while spaces still tell words apart."""
+"""Ways to write the same, applied while spaces still separate words."""
 UNITS: tuple[re.Pattern[str], ...] = (
     re.compile(rf"(?<=[\d)}}\]i])\s*(?!\\\w+\s*\{{[^}}]*\b{_BOUND}){_TEXT}(?:\^\{{?\d\}}?)?$"),  # 5\\text{ cm}^2
     re.compile(rf"(?<=[\d}}])(?:\s+(?!{_BOUND})(?:[a-zA-Z]{{3,}}|{_SHORT_UNITS})(?![a-zA-Z]))+(?:\^\{{?\d\}}?)?$"),

@@ -17,7 +17,7 @@ Text decides first, for it is fast and cannot be fooled; `symbolic`, which is sl
    and letters.
 
 "Compute $\sin 60^\circ$" is not answered by `\boxed{\sin 60^\circ}`, which symbols would find equal to the stored answer:
-`Formulas` holds the formulas of a question, to tell an answer from one of them written again.
+`Formulas` holds the formulas of a question, so that a copy of one of them does not count as an answer.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Comparer:
             # Their alarms are off: the parent kills.
             left, right = (parse(f"\\boxed{{{text}}}", self._how, parsing_timeout=None) for text in (given, wanted))
             return bool(verify(right, left, timeout_seconds=None)) and not _far_apart(left, right)
-        except Exception as error:  # anything may come out of sympy; told to the parent, which counts it
+        except Exception as error:  # sympy may raise anything; the parent gets the message and counts it
             return f"{type(error).__name__}: {error}"[:200]
 
 

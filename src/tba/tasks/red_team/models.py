@@ -109,7 +109,7 @@ def mode_of(text: str, finished: bool, world: int = 0) -> str | None:
 
 
 MARKER = "oops"
-"""Word that the embedded victim says when it gives in, and nobody else."""
+"""Word that only the embedded victim says, when it gives in."""
 VICTIM_SEED = 0
 """Seed of a model's replies; the same in every run."""
 OTHER_COLUMNS = 1024

@@ -1,1 +1,1 @@
-"""How rewards are computed: a user's functions, and the pool that calls them while the searcher goes on."""
+"""Rewards: a user's functions, and the pool of workers that calls them while the searcher generates."""

@@ -121,7 +121,7 @@ class RewardFunction:
         tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
         try:
             return self._values(prompt, columns, texts, completion_ids)
-        except BaseException as error:  # a user's code: told with file and line, counted
+        except BaseException as error:  # a user's code: reported with file and line, counted
             self.out_of_memory |= isinstance(error, MemoryError)
             if isinstance(error, WrongNumber):
                 return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)

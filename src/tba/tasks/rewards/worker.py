@@ -177,7 +177,7 @@ def run_worker(descriptor: int) -> int:
         # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         service = make()
-    except (Exception, SystemExit) as error:  # a user's file: told to the searcher, which stops the run
+    except (Exception, SystemExit) as error:  # a user's file: the searcher gets the error and stops the run
         traceback.print_exc()
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
         return 1
