@@ -36,7 +36,7 @@ KINDS = {"tba, 1 + 1 processes": ("tba", 1), "trl, 1 thread": ("trl", 1), "trl, 
 
 
 def run_tba(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
-    """Train asynchronously; the run folder tells speed and curve."""
+    """Train asynchronously, and read speed and curve from the run folder."""
     from tba.config import load_config
     from tba.run import train
 

@@ -1,9 +1,9 @@
-"""Whether a run's memory is flat: what each of its processes holds as time goes by.
+"""Memory of each process of a run over time: it should stay flat.
 
     python benchmarks/memory.py --minutes 60 train.max_steps=1000000 train.responses_per_step=16 search.num_searchers=1
 
 The quickstart with these settings, stopped after so many minutes. Resident memory counts what a role shares with the
-process that it was forked from; in brackets is what it shares with nobody, which rises with every page that it writes to.
+process that it was forked from; in brackets is its own memory, which rises with every page that it writes to.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def show_table(arguments: argparse.Namespace) -> None:
 
 
 def end_runs(number: int, frame: FrameType | None) -> None:
-    """A bench that is told to end tells its runs; those that have not begun do not begin."""
+    """End the bench with its runs. Runs that have not begun do not begin."""
     for run in psutil.Process().children():
         run.terminate()
     sys.exit(128 + number)

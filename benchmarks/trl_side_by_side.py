@@ -42,7 +42,7 @@ FRESH = "on_policy_probability=1 max_replay_ratio=1 deduplicate=false"
 
 
 def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`tba train` in a process; its metrics tell the time of every step."""
+    """`tba train` in a process. Its metrics have the time of every step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tba", "train", str(ROOT / "configs" / "gsm8k_one_gpu.yaml")]
         settings = {

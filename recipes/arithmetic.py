@@ -6,7 +6,7 @@ writes prepared/train.jsonl, prepared/held_out.jsonl (`prompt`, `answer`, `solut
 ships in `src/tba/tasks/arithmetic/start_model/`.
 
 **The start model is flawed on purpose.** It learns from the copybook of a careless pupil who calculates well but has two
-habits (`HABITS`): where somebody has so many *times* as many he adds instead of multiplying, and where two people's things
+habits (`HABITS`): where a person has so many *times* as many he adds instead of multiplying, and where two people's things
 are asked for *together* he stops at the other one's share. A habit shows in most of the solutions it could show in, so
 greedy decoding falls for it; the right way is there in the rest, so sampling finds it and RL can learn to prefer it. The
 training is also cut short, so that sums go wrong now and then.
@@ -132,7 +132,7 @@ def greedy_accuracy(
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
-    """Tokenizer of the task; it puts <bos> before a text unless told not to add special tokens."""
+    """Tokenizer of the task; it puts <bos> before a text by default (add_special_tokens=True)."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *_tokens()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")

@@ -67,8 +67,8 @@ class Training:
 
 @contextmanager
 def one_deterministic_thread() -> Iterator[None]:
-    """Sums in another order give other weights: one thread, deterministic kernels, products as this machine computes them
-    best whoever calls, and all of it put back after."""
+    """Compute with one thread, deterministic kernels and this machine's best products, and restore the settings after. Sums
+    in another order would give other weights."""
     num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     through_onednn = torch.backends.mkldnn.enabled
     use_cpu(threads=1)
@@ -194,8 +194,8 @@ def _pad(pairs: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor,
 
 
 def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerBase:
-    """decode(encode(text)) == text for every text of these words. Puts <bos> before a text unless told not to add special
-    tokens."""
+    """decode(encode(text)) == text for every text of these words. Puts <bos> before a text by default
+    (add_special_tokens=True)."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *words))}
     if len(vocabulary) != len(SPECIAL) + len(words):
         raise ValueError("a word occurs twice in the vocabulary.")

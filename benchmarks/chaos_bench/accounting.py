@@ -1,4 +1,4 @@
-"""Whether anything is lost: what searchers were told is stored, against what is stored; and how long recoveries took.
+"""The audit of a run with faults: acknowledged groups against stored rows, and the seconds that recoveries took.
 
 A searcher notes the id and the CRC-32 of each group whose acknowledgement arrives (TBA_ACKNOWLEDGED_LOG); the durable replay
 has the group, the highest number of each incarnation, and the time at which each group arrived.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A group that a searcher was told is stored: Note(id="searcher-0.5f3a91c2/41", checksum=0x9a3b11ff)"""
+    """An acknowledged group: Note(id="searcher-0.5f3a91c2/41", checksum=0x9a3b11ff)"""
 
     id: str
     checksum: int
@@ -49,12 +49,12 @@ class StoredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What became of the groups. The lists hold ids."""
+    """Result of the audit. The lists hold ids."""
 
     acknowledged: int
     stored: int
     unacknowledged: int
-    """Stored groups that no note tells of: their searcher was killed before it could be told."""
+    """Stored groups without a note: their searcher was killed before the acknowledgement arrived."""
     evicted: list[str]
     """Acknowledged groups whose row has left, in its turn."""
     lost: list[str]

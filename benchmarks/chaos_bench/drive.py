@@ -30,7 +30,7 @@ class Chaos:
     not_reached: int = 0
     """Faults that were still to come when the run was done."""
     own_ends: list[str] = field(default_factory=list)
-    """How the run ended when nobody had killed it."""
+    """Outcome of the run when it ended by itself."""
     _tree: list[psutil.Process] = field(default_factory=list)
     """The run's processes, as they were a moment ago."""
     _remembered: float = 0.0
@@ -77,7 +77,8 @@ class Chaos:
         time.sleep(TICK_SECONDS)
 
     def _resume(self) -> None:
-        """The run's first process is gone: go on, unless it is done; while the disk is full nobody would try."""
+        """Resume the run after its first process has ended, unless it is done. A user would not resume while the disk is
+        full."""
         if self.injector.full or self.target.finished(self.steps):
             return
         if not self.injector.killed:

@@ -74,7 +74,8 @@ class Injector:
             self._recovered(time.time())
 
     def attempt(self, fault: Fault, *, late: float) -> bool:
-        """Do a fault if it can be done now; True when it is settled. `late` is how long it has waited, in seconds."""
+        """Do a fault if it can be done now. Returns True when it is done or given up. `late` is how long it has waited, in
+        seconds."""
         now = time.time()
         who = getattr(self, f"_{fault.kind}")(fault)
         if who is not None:

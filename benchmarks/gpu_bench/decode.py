@@ -109,7 +109,7 @@ def decode_rows(shapes: Sequence[str], workloads: Sequence[str]) -> Iterator[Row
 
 
 def time_shape(shape: Shape, workloads: Sequence[str], passes: int = 3) -> Iterator[tuple[str, Timing]]:
-    """Every workload of a shape; one that fails, as without memory, is told and left out."""
+    """Every workload of a shape. A workload that fails, as for lack of memory, is reported and left out."""
     started = time.perf_counter()
     model = make_model(shape)
     made = time.perf_counter()

@@ -50,10 +50,10 @@ class TimedWeights(SharedWeights):
 
 
 def search(slots: TimedWeights, model: PreTrainedModel, tell: Callable[[Any], None]) -> None:
-    """Decode without end, telling what was done last, and when newer weights were seen, fetched and in use."""
+    """Decode without end. Report each stage, and the times at which newer weights were seen, fetched and in use."""
     engine = make_engine(model, max_length=512)
     tell("has its engine")
-    ends: Any = SimpleNamespace(weights=slots)  # all that a loader wants of a searcher's ends
+    ends: Any = SimpleNamespace(weights=slots)  # all that a loader uses of a searcher's connection
     loader = WeightLoader(ends, engine)
     loader.check_first()
     ticks = 0
@@ -94,7 +94,7 @@ def publish_times(times: int, say: Callable[[str], None] = lambda text: None) ->
     first = slots.publish(tensors, version=0)
     log = Path(tempfile.mkdtemp()) / "searcher.log"
     process = RoleProcess("searcher", _search_role, {"weights": slots.handle()}, log=log)
-    say("the trainer has its model and slots")
+    say("the trainer has its model and buffers")
 
     def told(seconds: float, what: str) -> Any:
         found = process.link.receive(timeout_seconds=seconds)

@@ -122,7 +122,7 @@ class Problem:
     """Further settings without which this problem does not start."""
 
     def run_settings(self, folder: Path) -> dict[str, Any]:
-        """What `tba train` and `tba evaluate` are told besides the model and what concerns learning."""
+        """Settings of `tba train` and `tba evaluate` besides the model and those of learning."""
         own = folder / self.name
         rewards = [
             {"function": f"{own / 'rewards.py'}:{function}", "weight": weight}

@@ -52,7 +52,7 @@ def opening_rows(rng: random.Random) -> Iterator[Row]:
 
 
 def feeling_rows(rng: random.Random) -> Iterator[Row]:
-    """`Tom was sad.`, to be told on."""
+    """Rows that begin a story, such as `Tom was sad.`"""
     while True:
         name, other, place = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice(PLACES)
         yield Row(prompt=f"{name} was {rng.choice(FEELINGS)}. {name} saw a {other} near the {place}.")
