@@ -1,4 +1,4 @@
-"""What flows through the pipeline, in order: Prompt -> Request -> Completion -> Trajectory -> TrajectoryGroup -> Batch,
+"""The data types of the pipeline, in order: Prompt -> Request -> Completion -> Trajectory -> TrajectoryGroup -> Batch,
 and Weights on the way back.
 
 Every record is frozen and complete when made. Token data is NumPy (int32 ids, float32 log-probs) until the trainer turns
@@ -217,7 +217,8 @@ class ResponseCounts:
     trained: int = 0
     """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice."""
     again: int = 0
-    """Those in second updates on earlier batches (train.second_update_after), which `trained` does not count."""
+    """Number of responses in second updates on earlier batches (train.second_update_after). `trained` does not count
+    them."""
 
     @property
     def ratio(self) -> float:
@@ -236,7 +237,7 @@ class Totals:
     prompts: int
     """With at least one response that has weight."""
     responses: int
-    """That have weight."""
+    """Number of them that have weight."""
     tokens: int
     """Of these responses, those that the policy chose."""
 
@@ -384,7 +385,7 @@ def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")
-"""Those every batch has."""
+"""Token fields that every batch has."""
 RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows_PK")
 
 
@@ -404,7 +405,7 @@ def combined_reward(components: Mapping[str, float | None], weights: Mapping[str
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """What the model said about a batch: the input of every objective.
+    """The model's outputs for a batch: the input of every objective.
 
     Forward(log_pi_N=tensor([-.1, -.7, -.0])) for one response of three tokens.
     """
@@ -426,7 +427,7 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loss:
-    """What an objective returns: `value` is back-propagated, `metrics` are numbers for the log."""
+    """The result of an objective: `value` is back-propagated, `metrics` are numbers for the log."""
 
     value: Tensor
     metrics: Mapping[str, float | Tensor]

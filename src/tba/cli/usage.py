@@ -1,4 +1,4 @@
-"""How commands are called: options with numbers, and what is said about a call, or a command, that goes wrong."""
+"""Calls of commands: options with numbers, and the messages about a wrong call or a command that fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tba.config import Config
 from tba.config.reading import abbreviates, settings_by_name, unknown_key
 
 MOST_LINES, LONGEST_LINE = 9, 2000
-"""What is shown of an error message."""
+"""Most lines of an error message that are shown, and most characters of a line."""
 LARGEST = 2**63 - 1
 """Largest number of an option that counts: SQLite compares with none beyond."""
 MEANT, TRL = "did you mean", "is TRL's name"
@@ -79,7 +79,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _renamed(self, name: str) -> str:
-        """What a command of an earlier version is called now."""
+        """New name of a command of an earlier version."""
         return f": it is called tba {RENAMED[name]} now." if name in RENAMED else ""
 
     def _with_option(self, ctx: Any, name: str) -> str:

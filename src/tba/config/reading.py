@@ -251,7 +251,7 @@ def _as_section(location: list[str], value: Any) -> str:
 
 
 def unknown_key(location: list[str]) -> str:
-    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
+    """The message about an unknown key: the settings that may be meant, or all there are."""
     if (key := ".".join(location)) in RENAMED:
         return f"unknown key {key}: it is called {RENAMED[key]} now."
     section = _section_at(location[:-1])

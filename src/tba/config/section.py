@@ -1,5 +1,5 @@
-"""What sections are made of: the rules that each follows (frozen, no unknown keys), values that several use, and schedules,
-which are pure functions of the optimizer step, so that nothing changes config at run time."""
+"""The base class of all sections: frozen, no unknown keys. It comes with values that several sections use, and with
+schedules. A schedule is a pure function of the optimizer step, so nothing changes config at run time."""
 
 from __future__ import annotations
 

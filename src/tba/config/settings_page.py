@@ -76,7 +76,7 @@ def search(objectives: Objectives, word: str) -> list[str]:
 
 
 class Row(NamedTuple):
-    """What is said about a setting, as Markdown."""
+    """The text about a setting, as Markdown."""
 
     key: str
     kind: str

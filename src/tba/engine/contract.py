@@ -1,4 +1,4 @@
-"""What an engine and a scorer are: the contract that searchers and evaluations rely on, and what all engines do alike."""
+"""The contract of engines and scorers, on which searchers and evaluations rely, and the code that all engines share."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _stop(self) -> None:
-        """Forget all responses: the caller has had the last one, or wants no more."""
+        """Forget all responses: the caller has the last one, or needs no more."""
 
     @abstractmethod
     def _any_unfinished(self) -> bool:

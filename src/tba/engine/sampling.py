@@ -84,7 +84,8 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 class SamplingNeeds(NamedTuple):
-    """What at least one response of a batch asks of sampling; the rest is skipped. All False is plain sampling at T = 1."""
+    """Features of sampling that at least one response of a batch needs; the others are skipped. All False is plain sampling
+    at T = 1."""
 
     temperature: bool = False
     """Whether some temperature is not 1."""
@@ -97,7 +98,7 @@ class SamplingNeeds(NamedTuple):
 
 
 def sampling_needs(sampling: Sampling) -> SamplingNeeds:
-    """What one response asks for during its whole life (`forbidden` ends before)."""
+    """Sampling of one response during its whole life (`forbidden` ends before)."""
     return SamplingNeeds(
         temperature=sampling.temperature != 1.0 and not sampling.greedy,
         policy=sampling.training_temperature != sampling.temperature or sampling.greedy,

@@ -75,7 +75,7 @@ class TransformersEngine(Engine):
 
     @property
     def abilities(self) -> CacheAbilities:
-        """What may be done with the model's cache; tried when it is first asked for."""
+        """Abilities of the model's cache, tried when they are first needed."""
         if self._abilities is None:
             self._abilities = cache_abilities(self.model)
         return self._abilities
@@ -190,7 +190,7 @@ class ResponseBatch:
             self._ids_PT, self._mask = self._ids_PT[self._prompts_R], self._mask[self._prompts_R]
             self._prompts_R = torch.arange(len(responses), device=self.device)
         self._cache: dict[str, Any] = {}
-        """What the model keeps of the tokens it has read, by the name of the argument; empty = nothing."""
+        """State that the model keeps of the tokens it has read, by the name of the argument; empty = none."""
         self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
         """Tokens, behaviour and policy log-probs [R] of each step; rows that have left keep what they had."""
         self._settings = SamplingState.of(responses, seed, self.device)
@@ -292,7 +292,7 @@ def left_padded(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[
 
 
 def kept_cache(output: Any) -> dict[str, Any]:
-    """What a model keeps of the tokens it has read, by the name of the argument."""
+    """State that a model keeps of the tokens it has read, by the name of the argument."""
     kept = ((name, getattr(output, name, None)) for name in CACHES)
     return {name: cache for name, cache in kept if cache is not None}
 

@@ -83,7 +83,7 @@ CACHE_BYTES = {"cpu": 2**30, "cuda": 2**34}
 CACHE_SHARE = 4
 """On a GPU keys and values get at most one part in this many of its memory: the trainer may be on it too."""
 WORK_BYTES = 4 * 2**30
-"""What vLLM needs on a GPU beside weights, keys and values: activations, logits of all slots, CUDA graphs."""
+"""Memory that vLLM needs on a GPU beside weights, keys and values: activations, logits of all slots, CUDA graphs."""
 STEP_TOKENS = 4096
 """Most prompt tokens of one step on a CPU, where no prompt is longer."""
 CACHE_BLOCK_TOKENS = 128

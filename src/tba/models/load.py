@@ -415,7 +415,7 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
 
 
 def _delta(module: Any, name: str, device: torch.device, adapter: Mapping[str, Tensor]) -> Tensor:
-    """What a published adapter adds to the weights of one module, scale x B A, in fp32 and in their layout."""
+    """Sum that a published adapter adds to the weights of one module, scale x B A, in fp32 and in their layout."""
     is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
     pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
     a, b = (adapter[pattern.format(part)].to(device).float() for part in "AB")

@@ -276,7 +276,7 @@ def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _with_sinks(mask: Tensor | None, sinks_H: Tensor, queries: int, keys: int) -> Tensor:
-    """What is added to the scores: 0 where a key is seen, and the sinks' logits as one more column."""
+    """Bias of the scores: 0 where a key is seen, and the sinks' logits as one more column."""
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=sinks_H.device).tril()
     seen = torch.zeros(mask.shape, dtype=sinks_H.dtype, device=sinks_H.device).masked_fill(~mask, float("-inf"))

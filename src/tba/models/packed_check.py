@@ -1,4 +1,4 @@
-"""Whether a model computes packed sequences as it computes each alone: what decides how the trainer runs it.
+"""The check whether a model computes packed sequences like single ones. The trainer packs only models that pass it.
 
 Packing is exact for a model whose tokens meet in attention only, and whose attention is the one of packed_attention.py.
 Models with a recurrent or convolutional layer, with an attention of their own, or with a window that they keep to themselves
@@ -44,7 +44,7 @@ COUNTS = ("idx", "index", "layer_id", "layer_number")
 """Endings of names under which a module keeps its place among the layers, by which those of one kind differ."""
 
 Outputs = Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]]
-"""What computes a packed row: log-probs and entropy of its responses, and hidden states."""
+"""Function that computes a packed row: log-probs and entropy of its responses, and hidden states."""
 
 
 class PlainPassFailed(ValueError):

@@ -1,4 +1,5 @@
-"""What model.path may name: a folder, a model of the package, or a hub name; and whether it is there.
+"""model.path: it names a folder, a model of the package or a hub model. The checks here find missing ones before a model
+loads.
 
 Nothing here imports torch or transformers: a name that leads nowhere is refused at once, without the hub's retries.
 """

@@ -278,7 +278,7 @@ def _hidden_size(model: PreTrainedModel) -> int:
 
 
 def _logit_scale(config: Any) -> float:
-    """What a model multiplies its logits by: Cohere's logit_scale, one over Granite's logits_scaling."""
+    """Factor of a model's logits: Cohere's logit_scale, one over Granite's logits_scaling."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 

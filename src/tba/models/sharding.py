@@ -31,7 +31,7 @@ ALONE = Ranks()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or a gradient, sharing its memory; a tensor that is not sharded is all here."""
+    """This rank's part of a parameter or a gradient, sharing its memory. A tensor that is not sharded is whole."""
     sharded: Any = tensor.detach()
     return sharded.to_local() if is_sharded(tensor) else tensor
 

@@ -1,4 +1,4 @@
-"""What is text in a model, and how long it may be: read from the config of its text part, and from its modules.
+"""The text part of a model and its longest sequence, read from its config and its modules.
 
 A model that also sees images (Gemma 3 4B and larger) has a config with one for text inside, and modules that text does not
 go through. They are left as they are: not trained, not published, without an adapter.

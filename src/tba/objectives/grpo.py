@@ -63,7 +63,7 @@ SURROGATES_OF: dict[str, tuple[str, ...]] = {
 
 
 class GroupRelative(Objective):
-    """What GRPO and Dr. GRPO share: everything but how token losses are averaged.
+    """Base of GRPO and Dr. GRPO, which differ only in the average over token losses.
 
     It logs objective/ratio_mean; objective/clip_fraction, the share of tokens whose ratio is beyond a bound (clip, cispo);
     objective/weight_mean, the mean weight of a response (vespo); objective/masked, the share of responses that

@@ -1,4 +1,4 @@
-"""What an objective is: settings and a pure function of a batch and of what the model said about it. Below it the terms that
+"""The base of objectives: settings, and a pure function of a batch and the model's outputs. Below it are the terms that
 losses share: means over the responses of a prompt, ratios to the behaviour policy, the clipped surrogate of PPO and its kin,
 and the k3 estimate of a KL divergence. A response of weight 0 counts in none of them.
 
@@ -27,7 +27,7 @@ whenever there is more than one micro-batch."""
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an objective must be given; the launcher provides it or refuses the combination with an error."""
+    """Inputs that an objective needs. The launcher provides them or refuses the combination with an error."""
 
     reference: bool = False
     """Whether log_ref is needed per token (a policy gradient with beta = 0 does without)."""
@@ -58,9 +58,9 @@ class Objective(Section):
     """
 
     default_coupling: ClassVar[Coupling]
-    """What a token's gradient depends on with default settings."""
+    """Coupling with default settings."""
     needs: ClassVar[Needs]
-    """What the objective needs with its default settings."""
+    """Needs with default settings."""
     default_beta: ClassVar[float]
     """Value of objective.beta where it is not set; see `beta_where_unset` for long responses."""
     default_beta_tokens: ClassVar[int | None] = None

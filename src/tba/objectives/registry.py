@@ -75,7 +75,7 @@ LARGEST_BETA = 100.0
 
 
 def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: int) -> Iterator[str]:
-    """What in the config contradicts the objective."""
+    """Settings that contradict the objective."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
     explore, temperature = config.search.explore, config.objective.target_temperature
     first, last = (config.objective.beta or Schedule(start=default_beta)).ends

@@ -1,4 +1,4 @@
-"""Trajectory balance (TB: arXiv 2201.13259): the loss, its objectives, and what bounds it on stale data.
+"""Trajectory balance (TB: arXiv 2201.13259): the loss, its objectives, and its trust regions on stale data.
 
 The target is pi*(y|x) ~ pi_ref(y|x) exp(r(y; x) / beta). At the optimum log Z(x) = log_ref + r / beta - log_pi for every
 response y. `tb`, `tb_learned_z` and `kimi` differ in what they put for log Z in
@@ -43,7 +43,7 @@ LARGEST_TOKEN_KL = 10.0
 USUAL = 1.5
 """Drifts of one update that no gradient is masked for: where updates are long, most of a drift is what all have."""
 TrustRegion = Literal["response", "token", "taper", "none"]
-"""What bounds the gradient of a response on stale data; see `gradient_share`."""
+"""Trust region: the rule that bounds the gradient of a response on stale data; see `gradient_share`."""
 
 
 def log_z_estimates(log_pi_PK: Tensor, log_ref_PK: Tensor, reward_PK: Tensor, *, beta: float) -> Tensor:

@@ -1,5 +1,5 @@
-"""What a run shows. While it runs: evaluations, reward, lag, speed, and who waits for whom. At its end: a before/after
-table, how steady it was, what to change first if it went badly, its curve.
+"""The display of a run. While it runs: evaluations, reward, lag, speed, and which role waits for which. At its end: a table
+of before and after, the steadiness of the run, its curve, and the first setting to change if it went badly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FELL_ERRORS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class RoleStatus:
-    """What a role does now, for the display.
+    """State of a role, for the display.
 
     RoleStatus(name="searcher-0", doing="waits: pace", waited_share=0.12, responses_per_second=410.0)
     """
@@ -144,7 +144,7 @@ class Progress:
         return ", ".join(parts)
 
     def _figures(self) -> list[tuple[str, str]]:
-        """What the last step has measured; nothing before the first."""
+        """Metrics of the last step; none before the first."""
         if not self._metrics:
             return []
         value = self._metrics.get

@@ -1,5 +1,5 @@
-"""How a run writes: whole files in one move, lines at the end, metrics to every sink; what becomes of a write that fails,
-and of output whose reader is gone."""
+"""Writing by a run: whole files in one move, lines at the end of files, metrics to every sink. Failed writes and output
+without a reader are handled here too."""
 
 from __future__ import annotations
 

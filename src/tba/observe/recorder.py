@@ -214,7 +214,7 @@ class Recorder:
         self._more_metrics = more_metrics
         self._listener = listener or RunListener()
         self.failures = WriteFailures()
-        """What could not be written: the run goes on without it."""
+        """Writes that failed; the run continues without them."""
         self._sinks = make_sinks(config, folder, self.failures)
         self._samples = SampleLog(
             path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
@@ -333,7 +333,7 @@ class Recorder:
             self._listener.logged(step, line)
 
     def time_is_over(self) -> None:
-        """The last step was the last: the time has come to its end while the trainer waited."""
+        """The last step ends the run: its seconds ran out while the trainer waited."""
         self.step_done(self.steps)
         self._read_clock(self.steps)
         self._log(self.steps)
@@ -407,7 +407,7 @@ class Recorder:
         return (self.seconds - self._seconds_at[first]) / (self.steps - first)
 
     def state(self) -> dict[str, Any]:
-        """What the summary counts, and how far the files are."""
+        """Counts of the summary, and the lengths of the files."""
         counted = {name: getattr(self, name) for name in COUNTED}
         return {**counted, "seconds": self.seconds, "elapsed": self.elapsed}
 
@@ -429,7 +429,7 @@ class Recorder:
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
 
     def past(self) -> list[PastLine]:
-        """What was logged before this process, after `load_state`."""
+        """Lines that were logged before this process; valid after `load_state`."""
         return past_lines(self.config, self.folder) if self.steps > 0 else []
 
     def cut_files(self) -> None:

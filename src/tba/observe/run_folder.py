@@ -365,7 +365,7 @@ def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
 
 
 def _entries(run: Path) -> list[Path]:
-    """What lies in a run folder besides the claim on it, what a script has saved there, and earlier runs."""
+    """Entries of a run folder without its claim, a script's own saves, and earlier runs."""
     kept = {CLAIM, SAVED, *saved_names(run)}
     return [entry for entry in run.iterdir() if entry.name not in kept and not re.fullmatch(EARLIER, entry.name)]
 

@@ -1,5 +1,5 @@
-"""What a run is warned of while it goes on, and what of it stands in its summary: whether searchers compute what the trainer
-computes, whether beta fits the rewards, and whether rewards say anything at all."""
+"""Warnings during a run, and their numbers in its summary. They watch whether searchers and trainer compute the same,
+whether beta fits the rewards, and whether rewards differ at all."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class RewardSignal:
 
     @property
     def warning(self) -> str | None:
-        """What is shown while the run goes on; None = rewards differ, or there are too few responses yet to say."""
+        """Warning during the run; None = rewards differ, or there are too few responses yet to say."""
         return None if self.differs or self.responses < FIRST_WARNING else self.message
 
     @property
@@ -285,7 +285,7 @@ class LostResponses:
 
 
 def no_signal_lines(found: Mapping[str, Any], *, max_new_tokens: int) -> list[str]:
-    """What is shown at the end of a run of which nothing could be learned."""
+    """Message at the end of a run in which nothing could be learned."""
     lines = [f"{found['message']}. Nothing could be learned. Two of them:"]
     for sample in found["samples"]:
         cut = f", cut off at generate.max_new_tokens={max_new_tokens}" if sample["cut_off"] else ""

@@ -394,4 +394,4 @@ STATE = (
     *("rng", "marks", "_draws", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
     *("_next_arrival", "_next_entry", "_num_responses", "_num_tokens"),
 )
-"""What a state holds as it is."""
+"""Fields of the state that are saved as they are."""

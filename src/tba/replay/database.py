@@ -307,7 +307,7 @@ def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a file holds: Found(readable=[1, 2, 4], unreadable=1, newest=4, damage="database disk image is malformed")"""
+    """Contents of a file: Found(readable=[1, 2, 4], unreadable=1, newest=4, damage="database disk image is malformed")"""
 
     readable: list[int]
     """Arrival numbers of the groups that match their checksums."""
@@ -316,7 +316,7 @@ class Found:
     newest: int
     """Arrival number of the newest group, readable or not."""
     damage: str | None
-    """What is wrong with the file; None = nothing."""
+    """Damage of the file; None = it has none."""
 
 
 def examine(path: Path, *, last: int) -> Found:

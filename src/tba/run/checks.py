@@ -1,5 +1,5 @@
-"""What can be refused before torch is imported, a model loaded or a folder made: outputs, loggers, engines, rewards, data
-files."""
+"""Checks before torch is imported, a model loads or a folder is made. They refuse wrong outputs, loggers, engines, rewards
+and data files."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def task_to_train(model: str) -> str:
 
 
 def collapse_message(target: str) -> str | None:
-    """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
+    """Warning where a run that collapsed is evaluated by its newest checkpoint: the guard has one from
     before. None = there is nothing to say."""
     folder = run_of(target)
     if folder is None or folder.path != Path(target) or not folder.checkpoints_by_step():

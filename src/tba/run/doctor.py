@@ -43,7 +43,7 @@ EXTRAS = {
     "vllm": "the engine of generate.engine=vllm",
     "pyarrow": "parquet files (tba replay RUN --export FILE.parquet)",
 }
-"""What each optional package is for, by the name it is imported by."""
+"""Purpose of each optional package, by the name it is imported by."""
 
 
 TINY = {
@@ -217,7 +217,7 @@ def _count(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[BufferingHandler]:
-    """What the package would warn about is kept instead of shown."""
+    """Warnings of the package are kept instead of shown."""
     logger, handler = logging.getLogger("tba"), BufferingHandler(10_000)
     logger.addHandler(handler)
     propagates, logger.propagate = logger.propagate, False

@@ -1,4 +1,4 @@
-"""What `tba replay RUN` shows and writes: stored groups by prompt, reward, version and time, as a table or as a file.
+"""Stored groups for `tba replay RUN`: chosen by prompt, reward, version and time, shown as a table or written to a file.
 
 An exported line is one response. The lines of a JSONL file are what replay.imports of another run reads (`id`,
 `completion_ids`, `rewards`, `finish`); `completion` is its text, where the run's tokenizer is at hand, and the other keys

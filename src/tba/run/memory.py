@@ -1,5 +1,5 @@
-"""What a model and a machine are, as far as defaults depend on them, and how the memory of a device is shared out: the keys
-and values of searchers (`slots_for`) and the activations of the trainer (`tokens_for`). `resolve.py` asks.
+"""The memory plan of a run: the sizes of the model and the machine, and the parts of a device's memory. Keys and values of
+searchers are planned by `slots_for`, and activations of the trainer by `tokens_for`. `resolve.py` calls both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ where trainer and searchers share it, and where a role has it alone."""
 SLOTS_PART = 0.25
 """Part of a GPU's memory that published weights may take there: two buffers, and the copy of each searcher."""
 PROCESS_BYTES = 2 * 2**30
-"""What CUDA, its libraries, workspaces and fragments take of a GPU for each process."""
+"""Bytes of a GPU that CUDA, its libraries, workspaces and fragments take for each process."""
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
 """For each weight that is trained, in fp32: its master where the model itself is not fp32, the sum of its gradients, and
 AdamW's two moments."""
@@ -203,7 +203,7 @@ def kv_bytes(machine: Machine, placement: RolePlacement, device: str) -> int:
 def slot_budget(
     config: Config, model: ModelShape, device: str, *, slots: int, memory: int, longest_prompt: int
 ) -> SlotBudget:
-    """What so many slots of a searcher on this device cost."""
+    """Bytes that so many slots of a searcher on this device take."""
     kind, samples = device.partition(":")[0], config.samples_generated_per_prompt
     dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
     prompt, waiting = min(longest_prompt, model.context), max(1, min(READ_AHEAD[kind], slots // samples))
@@ -284,7 +284,7 @@ def check_slots(config: Config, model: ModelShape, machine: Machine, *, longest_
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
-    """What lies on the trainer's first device while a step runs.
+    """Contents of the trainer's first device while a step runs.
 
     TrainerMemory(device="cuda:0", total=140 * 2**30, kept={"weights": 15 * 2**30, ...}, most=48 * 2**30)
     """
@@ -321,8 +321,8 @@ def keys_and_values_beside_trainer(config: Config, model: ModelShape, machine: M
 
 
 def trainer_memory(config: Config, model: ModelShape, machine: Machine, *, keys_and_values: int) -> TrainerMemory:
-    """What the trainer keeps on its first GPU, and the searchers beside it; on a CPU nothing is counted. `keys_and_values`
-    are the bytes of all searchers there."""
+    """Bytes that the trainer and the searchers beside it keep on its first GPU; on a CPU nothing is counted.
+    `keys_and_values` are the bytes of all searchers there."""
     placement = machine.placement(config)
     device = placement.trainer[0]
     total = machine.bytes_of(device)

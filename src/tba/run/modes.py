@@ -114,7 +114,7 @@ def make_recorder(
 
 @contextmanager
 def runtimes(config: Config, host: Host, counters: SharedCounters, logs: Path) -> Iterator[MakeRuntime]:
-    """What makes the trainer's runtime: its searchers are processes of this machine or, under runtime.kind=ray, actors of a
+    """Maker of the trainer's runtime: its searchers are processes of this machine or, under runtime.kind=ray, actors of a
     cluster, which this process joins."""
     if config.runtime.kind == "local" or config.is_synchronous:
         yield partial(LocalRuntime, config.runtime, counters, local_starter(config, logs))
@@ -132,7 +132,7 @@ def runtimes(config: Config, host: Host, counters: SharedCounters, logs: Path) -
 
 @dataclass
 class Run:
-    """What both modes share: the loop over steps, and what is done before and after each."""
+    """Base of both modes: the loop over steps, and the work before and after each."""
 
     config: Config
     trainer: Trainer

@@ -114,7 +114,7 @@ def _device(config: Config, rank: int) -> str:
 
 
 def _ended(processes: list[RoleProcess]) -> str:
-    """What is known of ranks that have ended by themselves, for an error message."""
+    """Ranks that have ended by themselves, for an error message."""
     dead = [process for process in processes if process.wait(1.0) and process.status]
     return "".join(
         f"\n{process.name} (process {process.pid}) has ended with status {process.status} (log: {process.log}, "
@@ -132,8 +132,8 @@ def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_s
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Whoever joins a process group in this listens on the loopback device alone. The environment may be a user's, who finds
-    it as it was."""
+    """A rank that joins a process group in this context listens on the loopback device alone. The environment may be a
+    user's, who finds it as it was."""
     before = os.environ.get(GLOO_DEVICE)
     os.environ[GLOO_DEVICE] = "lo0" if sys.platform == "darwin" else "lo"
     try:

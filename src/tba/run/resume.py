@@ -72,7 +72,7 @@ def _with_stored(config: Config, stored: Config) -> Config:
 
 def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path | None:
     """The newest whole checkpoint, or the one that was named; None = the run died before it had one, and begins again.
-    Refuses a run that has come to its end."""
+    Refuses a run that is finished."""
     path = find_checkpoint(folder) if resume is True else _named(folder, Path(str(resume)))
     if path is None:
         _warn_of_beginning_again(folder, config)

@@ -72,7 +72,7 @@ def train(
 
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named, with
     `accept_lost_replay` also where its durable replay has lost groups. `host` is where the trainer runs under a supervisor;
-    None = this process gets one. `listener` hears what happens. `keep_earlier`
+    None = this process gets one. `listener` is called at each event. `keep_earlier`
     moves an earlier run in the folder to a folder in there, where config.overwrite does not replace it.
     """
     if host is None and config.replay.durability == "node":

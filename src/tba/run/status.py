@@ -40,7 +40,7 @@ class StatusWriter:
         self._failures = WriteFailures()
         self._started = time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
-        """What each role does, and since when, by a clock that is never set."""
+        """State of each role and its start, by a clock that is never set."""
         self._looked, self._replaced = 0.0, 0.0
         self.exit_status: int | None = None
         """How the trainer's process has ended; None = it is this process, or has not."""
@@ -120,7 +120,7 @@ def searchers_asked(control: Path) -> int | None:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What a run last said of itself, with `alive`, `age` in seconds, `max_steps`, the last `reward`, `seconds_left` at the
+    """The last status of a run, with `alive`, `age` in seconds, `max_steps`, the last `reward`, `seconds_left` at the
     pace so far (None = not known), and of one that has ended `outcome` and `error`."""
     folder = RunFolder(run)
     if not folder.status.is_file():
@@ -189,7 +189,7 @@ def start_of(pid: Any) -> str | None:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """A status in lines for people."""
+    """A status as lines for the terminal."""
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
     step = f"step {status['step']}" + (f" of {status['max_steps']}" if status["max_steps"] else "")
@@ -213,7 +213,7 @@ def describe(status: dict[str, Any]) -> str:
 
 
 def stopped_message(config: Config, *, by_command: bool) -> str:
-    """What is said after Ctrl-C: where the run stopped, what was saved, and how to go on."""
+    """Message after Ctrl-C: where the run stopped, what was saved, and how to continue."""
     folder = RunFolder(config.run_folder)
     summary, newest = read_summary(folder) or {}, max(folder.resumable(), default=None)
     step = summary.get("steps", folder.last_step()["step"])  # a trainer that was killed has left no count

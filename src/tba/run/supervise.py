@@ -60,7 +60,7 @@ class Host:
     counters: str
     """Handle of its memory."""
     owner: Holder
-    """The process that is there for as long as the run, and has its folder."""
+    """The process that lives as long as the run, and holds the claim on its folder."""
     cluster: str | None = None
     """Address of the Ray cluster that its trainer was placed on; None = a trainer on a cluster joins it itself."""
 
@@ -98,7 +98,7 @@ class Supervisor:
         self.requests = 0
         """Number of times that the run was asked to end."""
         self._requests_passed_on = 0
-        """Those that the trainer knows of."""
+        """Number of these that the trainer has received."""
         self._config = config
         self._counters = counters
         self._folder = folder
@@ -192,7 +192,7 @@ class Supervisor:
     def _may_restart(self, status: int) -> bool:
         """Whether to start the trainer again: not where that has been of no use a few times."""
         newest = max((step for step, _ in self._folder.resumable()), default=-1)
-        # Whoever comes to a new checkpoint each time comes to the end too.
+        # A trainer that reaches a new checkpoint each time also reaches the end.
         self._restarts = self._restarts + 1 if newest <= self._checkpoint_at_restart else 1
         self._checkpoint_at_restart = newest
         if self._trainer.pid == 0 and self._failed_starts < MAX_FAILED_STARTS:
@@ -339,7 +339,7 @@ def hosted(folder: RunFolder) -> Iterator[Host]:
 def trainers(
     config: Config, counters: SharedCounters, replica: RunFolder | None, owner: Holder
 ) -> Iterator[tuple[StartTrainer, str | None]]:
-    """What starts the trainer of a run: as a process of this machine or, under runtime.kind=ray, as an actor of a cluster,
+    """Starter of the trainer of a run: as a process of this machine or, under runtime.kind=ray, as an actor of a cluster,
     with the cluster's address."""
     if config.runtime.kind == "local" or config.is_synchronous:
         yield start_local_trainer, None

@@ -1,4 +1,4 @@
-"""How torchrun has started this process, if it has: its rank, and the config for as many ranks.
+"""The rank of a process that torchrun has started, and the config for as many ranks.
 
 Nothing here imports torch before it is asked for a device or the store: rank 0 is the supervisor of the run, which needs
 none, and the trainer that it starts has imported it.

@@ -1,5 +1,5 @@
-"""How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
-else of the runtime: whether the other role is in this process, in another one or on another host.
+"""The interfaces between roles, their implementations within one process, and the one way to wait. The loops know nothing
+else of the runtime. The other role may be in this process, in another one or on another host.
 
 connection.py implements them for a trainer and searchers in processes of their own.
 """
@@ -74,7 +74,7 @@ class LaggedWeights:
         self._lag = lag
         self._kept: deque[Weights] = deque()
         self._in_use: Weights | None = None
-        """What was loaded last, for checkpoints; None = the start model."""
+        """The weights that were loaded last, for checkpoints; None = the start model."""
 
     def publish(self, weights: Weights) -> None:
         copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}

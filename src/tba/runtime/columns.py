@@ -103,7 +103,7 @@ class ResponseColumns(Sequence[Trajectory]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Trajectory]: ...
     def __getitem__(self, index: int | slice) -> Trajectory | Sequence[Trajectory]:
-        # A single response is asked for now and then only (a sample for people): all are cut out anew.
+        # A single response is asked for now and then only (a sample for the log): all are cut out anew.
         return tuple(self)[index]
 
     def __iter__(self) -> Iterator[Trajectory]:

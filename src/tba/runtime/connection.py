@@ -77,7 +77,7 @@ class LocalRuntime:
         self._copied: Iterator[TrajectoryGroup] = iter(())
         """Groups of the second copy that the trainer does not have."""
         self._senders: dict[str, Incarnation] = {}
-        """By group: who has sent it and waits for its acknowledgement."""
+        """Sender of each group that waits for its acknowledgement."""
         self._stored: list[str] = []
         """Groups that the trainer has stored and that are not acknowledged yet."""
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
@@ -85,7 +85,7 @@ class LocalRuntime:
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
         self._evaluator: Incarnation | None = None
-        """Who was asked for them."""
+        """The incarnation that was asked for them."""
         self._failure: str | None = None
         """Why there are no searchers any more."""
         self._stopped = False
@@ -180,7 +180,7 @@ class LocalRuntime:
         return [incarnation for incarnation in self.pool.incarnations() if not incarnation.gone]
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        """The trainer has stored these groups. Their searchers hear of it when a second copy, if there is one, is stored
+        """The trainer has stored these groups. They are acknowledged when a second copy, if there is one, is stored
         too."""
         self._stored += group_ids
         if self._copies is not None:
@@ -227,7 +227,7 @@ class LocalRuntime:
         return taken
 
     def published(self, version: int) -> Weights | None:
-        """What searchers see of a version; None = it was overwritten, or never published."""
+        """The tensors of a version as searchers see them; None = it was overwritten, or never published."""
         return self._buffers.stored(version)
 
     def stop(self) -> None:

@@ -167,7 +167,7 @@ is how far engine and trainer were apart on the canary of the version that was c
 and `of` count the responses of an evaluation, `of` = 0: none goes on. The trainer writes `pid` and `place`, the searcher
 the others."""
 TRAINERS_OF_SEARCHER = ("pid", "place")
-"""Those of SEARCHER_FIELDS that the trainer writes; they come last."""
+"""Fields of a searcher's row that the trainer writes; they come last in SEARCHER_FIELDS."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
 WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
 """Numbers of each part of the shared counters, in the order in which they lie in memory."""
@@ -271,7 +271,7 @@ class SharedCounters:
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
     def statuses(self) -> list[RoleStatus]:
-        """Who does what, for people."""
+        """One line per role with its state, for the terminal."""
         trainer = self.trainer
         seconds = trainer["seconds"] or math.inf
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
@@ -297,7 +297,7 @@ class SharedCounters:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """What the searchers have done so far, by searcher: `searcher/0/groups`."""
+        """Counts of each searcher so far: `searcher/0/groups`."""
         places = self.places()
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 MOST_COUNTED_SECONDS = 1.0
-"""What counts of the time between two looks: more passes when the one who looks was suspended or busy."""
+"""Most seconds that count between two looks. More pass when the observer was suspended or busy."""
 MOST_NAMED = 8
 """Roles whose last heartbeat an error names; those that have been silent longest."""
 
@@ -47,7 +47,7 @@ class Idleness:
 
 @dataclass(kw_only=True)
 class Waiting:
-    """Who waits for whom, for the error when the deadline passes.
+    """A wait, for the error when its deadline passes: the role that waits and the roles it waits for.
 
     Waiting(waiter="the trainer", awaited="2 searchers", setting="runtime.wait_seconds",
             heartbeats=lambda: {"searcher-0": 1071.0, "searcher-1": 0.0})

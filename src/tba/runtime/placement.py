@@ -37,11 +37,11 @@ class RolePlacement:
     """Devices by name, all of them real: RolePlacement(trainer=("cuda:0",), searchers=("cuda:1", "cuda:2"), ...)"""
 
     trainer: tuple[str, ...]
-    """Those of the trainer, one per rank."""
+    """Devices of the trainer, one per rank."""
     searchers: tuple[str, ...]
-    """That of each searcher that the run means to have."""
+    """Device of each searcher that the run starts with."""
     later: frozenset[str]
-    """Those of any searcher that may join, these included."""
+    """Devices of all searchers that may join, those of the start included."""
     sees_one: bool = False
     """Whether some searcher hides all GPUs but its own from itself (`see_only`)."""
     on_cluster: bool = False
@@ -135,7 +135,7 @@ class RoleThreads:
     """Numbers of threads: RoleThreads(trainer=4, searcher=1)"""
 
     trainer: int
-    """That of the trainer's process, and of each of its ranks."""
+    """Number of threads of the trainer's process, and of each of its ranks."""
     searcher: int
 
 
@@ -258,7 +258,7 @@ PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 
 
 def why_no_mps(config: Config) -> str | None:
-    """What speaks against a daemon for this run; None = nothing. Looks at the machine without touching the GPU."""
+    """Reason against a daemon for this run; None = there is none. Looks at the machine without touching the GPU."""
     if config.runtime.mps == "off":
         return "runtime.mps=off"
     if config.is_synchronous:
@@ -305,7 +305,7 @@ def lower_mps_priority(config: Config) -> None:
 
 
 def _start() -> str | None:
-    """What went wrong; None = it runs."""
+    """Error of the start; None = the daemon runs."""
     try:
         found = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except (subprocess.TimeoutExpired, OSError) as error:

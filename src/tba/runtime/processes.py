@@ -37,7 +37,7 @@ ROLE_MODULES = (
     *("torch", "transformers", "transformers.models.auto.modeling_auto"),
     *("tba.searcher.process", "tba.run.start"),
 )
-"""What trainer and searchers need, imported once by the process that they are forked from."""
+"""Modules that trainer and searchers need. The process that they are forked from imports them once."""
 KILL_SECONDS = 10.0
 """Time for a process to end that was killed."""
 IMPORT_SECONDS = 300

@@ -18,7 +18,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class RolloutRequest:
-    """One rollout: a prompt, and which of its responses are asked for. Rollout(number=17, prompt=4, epoch=2)"""
+    """A lease for one rollout: a prompt, and which of its responses to generate. RolloutRequest(number=17, prompt=4,
+    epoch=2)"""
 
     number: int
     """Place among all rollouts of the run, in the order in which they were first handed out."""

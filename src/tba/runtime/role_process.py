@@ -1,5 +1,5 @@
-"""What the process of a role does first: a new one (`python -m tba.runtime.role_process FD`), or a fork of the fork server
-(`... role_process serve FD MODULE ...`), which is here too.
+"""The entry point of a role's process, and the fork server. A role is a new process (`python -m tba.runtime.role_process
+FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
 
 The parent sends its module search path and (target, keyword arguments) over the socket FD. The target runs with a Link to
 the parent. A process started this way does not import the parent's main script again, so training scripts need no
@@ -94,7 +94,7 @@ def run_role(link_descriptor: int) -> int:
 
 
 def _parent_is_gone() -> None:
-    """Nobody is left to work for: end at once, whatever the main thread is doing."""
+    """The parent has ended: end at once, whatever the main thread is doing."""
     os._exit(3)
 
 

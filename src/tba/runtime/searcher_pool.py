@@ -37,8 +37,8 @@ FIRST_BACK_OFF_SECONDS = 1.0
 
 @dataclass(kw_only=True, eq=False)
 class Incarnation:
-    """One of the processes that fill a place in the pool, one after the other, from its start until the trainer has its
-    last message."""
+    """A process in a place of the pool, from its start until the trainer has its last message. Incarnations fill a place
+    one after the other."""
 
     index: int
     """Number of the place in the pool."""
@@ -50,7 +50,7 @@ class Incarnation:
     gone: bool = False
     """Whether it has ended: what it sent and has not arrived by now is lost."""
     replaced: bool = False
-    """Whether another one takes the place in the pool of one that is gone."""
+    """Whether another incarnation takes its place in the pool."""
 
     @property
     def holder(self) -> str:
@@ -152,7 +152,7 @@ class SearcherPool:
         self._thread.start()
 
     def incarnations(self) -> Sequence[Incarnation]:
-        """Those that run, and those that are gone and were not forgotten yet, in the order of their places in the pool."""
+        """Incarnations that run or whose last messages may still arrive, in the order of their places in the pool."""
         return sorted(self._incarnations, key=lambda each: each.index)
 
     def forget(self, incarnation: Incarnation) -> None:

@@ -81,7 +81,7 @@ class SharedWeightsHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What was published: Header(version=12, checksum=0x5d1f...)"""
+    """A publication: Header(version=12, checksum=0x5d1f...)"""
 
     version: int
     checksum: int

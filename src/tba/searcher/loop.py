@@ -44,7 +44,7 @@ class TooManyRewardFailures(RuntimeError):
 
 @dataclass
 class SearchCounts:
-    """What a searcher has done so far: what the trainer is shown, and part of the checkpoints of runs that take turns."""
+    """Counts of a searcher so far. The trainer sees them, and checkpoints of runs in one process hold them."""
 
     generated: int = 0
     """Number of groups whose responses are complete."""
@@ -363,7 +363,7 @@ def make_searcher(
 
 
 def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -> Scorer:
-    """What holds the start model for evaluations: the searcher's reference, unless that is reset."""
+    """Scorer with the start model, for evaluations: the searcher's reference, unless that is reset."""
     if config.reference.reset_every:
         return make_scorer(loaded.model, max_length=loaded.context)
     return searcher.scorer.reference

@@ -1,4 +1,4 @@
-"""Which prompt is drawn next, when, and how its responses are sampled.
+"""The next rollout of a searcher: its prompt, the moment it may start, and the sampling of its responses.
 
 Rollouts are leased from the trainer (runtime/prompt_queue.py), so that no two searchers make the same one; the pace
 limit keeps the lag within replay.max_lag. Off-policy exploration is optional: rollouts that sample at another
@@ -211,5 +211,5 @@ class ReferenceSamples:
 
 
 def _of_unknown_policy(completion: Completion) -> Completion:
-    """What the engine calls its policy is the reference; what the trained policy would have said is not known."""
+    """The engine's policy is the reference here, so the log-probs of the trained policy are not known."""
     return replace(completion, policy_log_probs=np.full_like(completion.policy_log_probs, np.nan))

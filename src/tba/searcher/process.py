@@ -156,7 +156,7 @@ class SearcherRole:
     """Number of groups that come before an evaluation: with them the trainer takes its first step meanwhile."""
 
     def start(self) -> None:
-        """What is done before the first decode step."""
+        """Work before the first decode step."""
         self.connection.handle_messages()
         if self.loader.sees_newer:
             # Before it is loaded: the start is evaluated with version 0, however late this searcher is.
@@ -165,7 +165,7 @@ class SearcherRole:
         self.tick()
 
     def tick(self) -> None:
-        """What is done between two decode steps."""
+        """Work between two decode steps."""
         self.work()
         self._tick(may_evaluate=self._has_sent_first)
 

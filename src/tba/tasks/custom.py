@@ -191,7 +191,7 @@ class PromptReader:
     """None = prompts are counted only, and have no tokens."""
     max_tokens: int = 0
     template: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets besides the messages."""
+    """Arguments of the chat template besides the messages."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Columns that every row must have, each with the name of the reward that needs it."""
 

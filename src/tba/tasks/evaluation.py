@@ -1,5 +1,5 @@
-"""How good a policy is at a task: the evaluator for tasks whose responses are right or wrong, and what evaluators of several
-tasks do: generate, and measure the distance to the start model.
+"""Evaluations: the evaluator for tasks whose responses are right or wrong, and the base of all evaluators. The base
+generates responses and measures the distance to the start model.
 
 A task makes its own evaluator (`Task.make_evaluator`): AnswerEvaluator, or one of its own as red_team/ and tldr/ have. Every
 figure is a mean over prompts of what their samples reached, and its standard error is over prompts too: the samples of a
@@ -77,7 +77,7 @@ def make_evaluator(
 
 
 class TaskEvaluator:
-    """What evaluators have in common: the prompts that a task is evaluated on, and the responses to them."""
+    """Base of evaluators: the prompts that a task is evaluated on, and the responses to them."""
 
     def __init__(self, task: Any, inputs: EvaluationInputs) -> None:
         self.task, self.inputs = task, inputs

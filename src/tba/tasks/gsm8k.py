@@ -1,4 +1,4 @@
-r"""GSM8K: grade-school maths in words (github openai/grade-school-math), the paper's first experiment.
+r"""GSM8K: grade-school word problems (github openai/grade-school-math), the paper's first experiment.
 
     {"question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
      "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold ... altogether.\n#### 72"}
@@ -163,7 +163,7 @@ def _marked(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """What stands in the last box; empty without any."""
+    """Content of the last box; empty without any."""
     _, box, tail = text.rpartition(BOX)
     return tail[: _closing_brace(tail)] if box else ""
 

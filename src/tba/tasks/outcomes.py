@@ -1,4 +1,4 @@
-"""What a reward says of a sample: its components by name, or why there are none.
+"""The outcome of a sample: its reward components by name, or the reason why it has none.
 
 Reward workers import this file, and a killed one must not wait for torch and transformers again.
 """

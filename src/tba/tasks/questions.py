@@ -1,4 +1,4 @@
-"""What tasks of questions with a stored answer share: their rows, splits and prompts.
+"""The base of tasks of questions with a stored answer: rows, splits and prompts.
 
 Held out are the test rows, or task.eval_data; data/prompts.py says which rows are trained and tuned on.
 """
@@ -71,7 +71,7 @@ class RowsTask(ABC):
         return question
 
     def columns(self, problem: QuestionAnswer) -> dict[str, Any]:
-        """What the reward reads of a row."""
+        """Fields of a row that the reward reads."""
         return {"question": problem.question, "answer": problem.answer}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:

@@ -94,7 +94,7 @@ TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
 
 
 def _task_class(name: str) -> Callable[[TaskInputs], Task]:
-    """What makes the task: a registered one, or the class that `file.py:Class` names."""
+    """Class that makes the task: a registered one, or the one that `file.py:Class` names."""
     if name in TASKS:
         return TASKS[name]
     if ":" not in name:

@@ -1,5 +1,5 @@
-"""What a task is: prompts to solve, a reward for what was said, when an answer counts as solved, and how good a policy is at
-it. Everything that a task is given and gives is here; how it is computed is in `rewards/` and `evaluation.py`."""
+"""The interface of a task: its prompts, the reward of a response, the rule by which it counts as solved, and its evaluation.
+The types that a task takes and returns are here. `rewards/` and `evaluation.py` compute with them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskInputs:
-    """What every task is made from: TaskInputs(config=TaskConfig(), tokenizer=tokenizer, max_prompt_tokens=200)"""
+    """Arguments from which every task is made: TaskInputs(config=TaskConfig(), tokenizer=tokenizer,
+    max_prompt_tokens=200)"""
 
     config: TaskConfig
     tokenizer: PreTrainedTokenizerBase
@@ -122,7 +123,8 @@ class TaskInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationInputs:
-    """What an evaluator is made from: EvaluationInputs(config=config, tokenizer=tokenizer, rewards=DirectRewards(task))"""
+    """Arguments from which an evaluator is made: EvaluationInputs(config=config, tokenizer=tokenizer,
+    rewards=DirectRewards(task))"""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -145,5 +147,5 @@ class EvaluationInputs:
     @property
     def final_beta(self) -> float | None:
         """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
-        last = self.config.train.max_steps or sys.maxsize  # a schedule in steps has come to its end
+        last = self.config.train.max_steps or sys.maxsize  # a schedule in steps has reached its last value
         return self.config.beta_at(last, 1.0) if self.config.has_plain_target_at(last, 1.0) else None

@@ -1,6 +1,6 @@
-"""What a task of a user's own (task.name=file.py:Class) hands over, checked where it is handed over: prompts, outcomes and
-metrics. A wrong one would otherwise show far from its cause, or, with two prompts of one id, not at all. What the task
-raises is reported with its own file and line.
+"""A user's own task (task.name=file.py:Class): its prompts, outcomes and metrics are checked as soon as it returns them. A
+wrong one would otherwise show far from its cause, or not at all, as two prompts of one id. Errors of the task are reported
+with the user's file and line.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
 
 
 def checked_outcomes(found: Any, *, count: int, weights: Mapping[str, float], what: str) -> list[Outcome]:
-    """What `score` returned for so many samples, with plain numbers; a WrongOutcomes says what is wrong with it."""
+    """The outcomes that `score` returned for so many samples, with plain numbers. WrongOutcomes names the error in them."""
     if not isinstance(found, Sequence) or len(found) != count:
         given = f"{len(found)} outcomes" if isinstance(found, Sequence) else f"a {type(found).__name__}"
         raise WrongOutcomes(f"{what}.score returned {given} for {count} responses: return a list with one for each.")

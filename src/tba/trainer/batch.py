@@ -1,5 +1,5 @@
-"""What a step trains on: its targets (reward and weight of each response, reference weight, temperature), its micro-batches,
-packed under a token budget, and what the batch looked like (rewards, distance to the reference, staleness).
+"""The batch of a step. Targets: reward and weight of each response, reference weight, temperature. Micro-batches, packed
+under a token budget. Metrics of the batch: rewards, distance to the reference, staleness.
 
 Targets are made from stored reward components when a batch is trained, so that weights, penalties, schedules and rules may
 change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit, so that

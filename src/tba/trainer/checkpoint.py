@@ -42,7 +42,7 @@ logger = logging.getLogger("tba")
 
 OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
 OWN = ("pinned", "held", "extra", "best")
-"""What a checkpoint knows of the checkpoints themselves."""
+"""Fields of a checkpoint about the checkpoints themselves."""
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -60,7 +60,7 @@ class Checkpoints:
     optimizer: Stateful
     heads: Sequence[nn.Module]
     parts: Mapping[str, Stateful]
-    """What else is saved and restored, by name."""
+    """Other parts that are saved and restored, by name."""
     keep: int
     """0 = none is written."""
     failures: WriteFailures = field(default_factory=WriteFailures)
@@ -74,13 +74,13 @@ class Checkpoints:
     held: set[int] = field(default_factory=set, init=False)
     """Steps whose checkpoints stay as long as the collapse guard wants them."""
     extra: set[int] = field(default_factory=set, init=False)
-    """Those of them that were saved for the guard alone: they do not count in `keep`."""
+    """Steps that were saved for the guard alone. They do not count in `keep`."""
     best: tuple[int, float] | None = field(default=None, init=False)
     """Step and score of the best evaluation so far."""
     _saved: int | None = field(default=None, init=False)
     """Step of the newest regular checkpoint of this process."""
     _saved_best: int | None = field(default=None, init=False)
-    """Step of the best evaluation that the newest regular checkpoint knows of: a run resumed there needs its weights."""
+    """Step of the best evaluation in the newest regular checkpoint: a run resumed there needs its weights."""
     _evaluated: set[int] = field(default_factory=set, init=False)
     """Steps whose weights were saved for an evaluation that has not come yet."""
     _writer: ThreadPoolExecutor = field(init=False)
@@ -327,7 +327,7 @@ class Checkpoints:
         self._drop_outdone(best)
 
     def _rename_best(self, step: int, saved_best: int | None) -> None:
-        """The one that the newest regular checkpoint knows of stays beside it."""
+        """The best checkpoint that the newest regular one names stays beside it."""
         source = self.folder.checkpoints / f"evaluated-step-{step}"
         if not source.exists():  # it could not be written, which was reported, or the user has deleted it
             return
@@ -343,13 +343,13 @@ class Checkpoints:
 
 
 def read_state(path: Path) -> Any:
-    """What the parts of a run gave for a checkpoint, as objects again."""
+    """States of the parts of a run in a checkpoint, as objects again."""
     tree = json.loads((path / STATE).read_text(encoding="utf-8"))
     return restore(tree, load_arrays(path / ARRAYS))
 
 
 def last_row_of(path: Path) -> int | None:
-    """Number of the last group that a checkpoint knows of; None = it was saved without durable replay."""
+    """Number of the last group in a checkpoint; None = it was saved without durable replay."""
     node = json.loads((path / STATE).read_text(encoding="utf-8"))
     for name in ("parts", "trainer", "last_row"):
         node = dict(node["value"]).get(name)

@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 
 class Feed(Protocol):
-    """What the gate asks of a trainer."""
+    """The part of a trainer that the gate uses."""
 
     replay: ReplayBuffer
     counts: ResponseCounts

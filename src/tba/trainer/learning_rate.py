@@ -40,7 +40,7 @@ from tba.config import Config
 START = 1e-6
 """Rate of the first update before its length is known: so low that it does no harm to any model."""
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
-"""What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
+"""The signal before the first batch shows it, and the least signal. It is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root

@@ -300,7 +300,7 @@ class Trainer:
         self.recorder.saved(self.step_index, self.checkpoints.wait)
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on, besides weights and optimizer."""
+        """State that the next step depends on, besides weights and optimizer."""
         log_z = self.train_step.policy.log_z
         return {
             "step": self.step_index,

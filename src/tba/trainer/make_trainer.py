@@ -37,7 +37,7 @@ from tba.types import ResponseCounts, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """What takes the loaded model for its own: from here on its weights change with every step.
+    """The parts that own the loaded model. From here on its weights change with every step.
 
     Learner(train_step=..., rescorer=None)
     """

@@ -1,4 +1,4 @@
-"""How far searchers are from the trainer at one version, by what they really generate: `off_policy/mismatch_kl`.
+"""Distance between searchers and trainer at one version, on generated responses: `off_policy/mismatch_kl`.
 
 Tokens are chosen with the log-probs of a searcher's engine and trained with those of the trainer. At one version both should
 be the same policy; other kernels, another precision, a cache or weights that did not arrive make them two. Each response

@@ -49,7 +49,7 @@ class MasterAdamW:
         own = [parameter for parameter in heads if parameter.requires_grad]
         self.parameters = policy + own
         self._parts = [local_part(parameter) for parameter in self.parameters]
-        """What of each parameter is on this rank, in the parameter's own memory."""
+        """Part of each parameter that is on this rank, in the parameter's own memory."""
         self.masters = [_master_of(parameter, part) for parameter, part in zip(self.parameters, self._parts)]
         self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
         self._heads_rate = heads_rate
@@ -140,7 +140,7 @@ class MasterAdamW:
         self.adam.param_groups[0]["lr"] *= factor
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
-        """What the last step added to a policy weight."""
+        """Change of a policy weight by the last step."""
         group = self.adam.param_groups[0]
         self._synchronize()
         state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}

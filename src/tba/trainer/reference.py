@@ -60,7 +60,7 @@ class Beta:
 
 @dataclass
 class ReferenceResets:
-    """What the trainer does about its reference."""
+    """The trainer's resets of its reference."""
 
     every: int
     """Number of optimizer steps between two resets."""

@@ -164,7 +164,7 @@ class ShardedTrainStep(TrainStep):
         return not self.ranks.lost and self._lead("all_finite")
 
     def state(self) -> dict[str, Tensor]:
-        """That of the optimizer, of all ranks."""
+        """State of the optimizer, of all ranks."""
         return self._lead("optimizer_state")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -173,7 +173,7 @@ class ShardedTrainStep(TrainStep):
         self._lead("take_optimizer_state", own={"state": state}, shapes=shapes)
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model, in host memory; tied tensors are one."""
+        """Tensors of the model for a checkpoint, in host memory; tied tensors are one."""
         return self._lead("model_state")
 
     def parameter(self, name: str) -> Tensor:
@@ -253,7 +253,7 @@ class ShardedTrainStep(TrainStep):
         return self.optimizer.parameters[int(name.split(".")[1])]
 
     def _kept(self, whole: Tensor) -> Tensor:
-        """What is gathered is of use on rank 0 alone: the others would need the memory of all of it."""
+        """Only rank 0 keeps the gathered tensor. Other ranks would need the memory of all of it."""
         return whole if self.ranks.rank == 0 else whole.new_empty(0)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a step does with batches: an update on the new one, and one more on that of some steps ago.
+"""The updates of a step: one on the new batch, and one more on the batch of some steps ago.
 
 A response has more to give than one update takes from it, and trajectory balance may take it later: with
 train.second_update_after=n, a batch is trained a second time n steps after its first. Not at once, where the second update
@@ -64,7 +64,7 @@ class Updates:
     trained_once: deque[Batch] = field(init=False)
     """The last batches, the oldest first, at most as many as there are steps between the two updates."""
     reward_unit: float = field(init=False)
-    """What rewards are divided by (objective.reward_unit)."""
+    """Divisor of rewards (objective.reward_unit)."""
 
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)

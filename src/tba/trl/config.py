@@ -144,7 +144,7 @@ class TBAConfig(_Arguments):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What was given or assigned, by TRL's names or ours."""
+        """Arguments that were given or assigned, by TRL's names or ours."""
         return {n: v for n, v in vars(self).items() if v is not None and (n in DEFAULTS or n in Config.model_fields)}
 
     @property

@@ -1,4 +1,4 @@
-"""What a script gives in TRL's names, as sections of our config: one function for each part of it.
+"""Translation of a script's arguments, in TRL's names, to sections of our config: one function for each part.
 
 Values that cannot be kept are refused here. Names that mean nothing beside the others are added to `ignored`.
 """

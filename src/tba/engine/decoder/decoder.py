@@ -268,7 +268,7 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What a tensor and its views have in common."""
+    """Key that a tensor and its views share."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -35,7 +35,7 @@ class Names:
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    """What the experts' tensors begin with: `gate_up_proj`, `down_proj` and their biases."""
+    """Prefix of the experts' tensors: `gate_up_proj`, `down_proj` and their biases."""
     attention_post_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
     transposed: bool = False

@@ -54,7 +54,7 @@ def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mappi
 
 
 class Added(NamedTuple):
-    """What a layer's attention or MLP adds to the residual stream."""
+    """Sum that a layer's attention or MLP adds to the residual stream."""
 
     delta: Tensor
     """[N, E], or parts [P, N, E] of which it is the sum."""
@@ -177,7 +177,7 @@ class FusedPass:
         return gated_linear(x, up.weight, up.bias, tile, gelu=self.is_gelu)
 
     def _added(self, linear: Linear, x: Tensor, post_norm: Norm | None) -> Added:
-        """What a product adds to the residual stream, normed where its output is."""
+        """Sum that a product adds to the residual stream, normed where its output is."""
         from tba.engine.kernels.layer import linear_parts
 
         tile = self._tile("parts", linear, x) if post_norm is None else None
@@ -200,7 +200,7 @@ class FusedPass:
         return add_norm(x, delta, weight, epsilon, self.dtype, bias_E=bias, delta_scale=self.spec.residual_scale)
 
     def _normed(self, output: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or MLP adds, normed where its output is, in fp32."""
+        """Sum that attention or MLP adds, normed where its output is, in fp32."""
         from tba.engine.kernels.layer import add_norm
 
         return output if norm is None else add_norm(output, None, norm.weight, norm.epsilon, torch.float32)

@@ -1,4 +1,4 @@
-"""What the layers of a decoder compute beside their matrix products: attention, and mixtures of experts.
+"""Operations of a decoder's layers beside their matrix products: attention, and mixtures of experts.
 
 `Attend` is how the tokens of a pass see each other. Here is the one of right-padded batches of sequences (prefill, checks);
 decoding in slots, and scoring, have their own.
@@ -184,7 +184,7 @@ def choose_experts(logits_NX: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor
 
 
 def apply_experts(x_NE: Tensor, experts: Experts, spec: ExpertsSpec, gated: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the experts add to each token [N, E], fp32; `gated` turns gate over up [R, 2 F] into [R, F]."""
+    """Sum that the experts add to each token [N, E], fp32; `gated` turns gate over up [R, 2 F] into [R, F]."""
     weight_NC, chosen_NC = choose_experts(experts.router(x_NE), spec)
     expert_R, order_R = torch.sort(chosen_NC.flatten(), stable=True)
     counts_X = torch.zeros(spec.num_experts, dtype=torch.int32, device=x_NE.device)

@@ -1,4 +1,4 @@
-"""What a decoder is made of: the spec that says how its family computes, and its static tensors.
+"""The parts of a decoder: the spec of its family's computation, and its static tensors.
 
 A frozen `DecoderSpec` says how a family differs (norms, positions, biases, windows, caps). `DecoderWeights` holds the
 matrices and norms, and which named tensor of a transformers state dict fills which part of them. Weights are copied in
@@ -76,7 +76,7 @@ class DecoderSpec:
     post_norms: bool = False
     """Whether the output of attention and MLP is normed too, as in Gemma 2 and 3."""
     query_key_norm: Literal["none", "head", "all"] = "none"
-    """What queries and keys are normed over: nothing, each head (Qwen3), or all heads together (OLMo)."""
+    """Norm of queries and keys: none, over each head (Qwen3), or all heads together (OLMo)."""
     parallel_residual: bool = False
     """Whether attention and MLP both read the layer's input, as in GPT-NeoX."""
     embedding_scale: float = 1.0

@@ -1,6 +1,5 @@
-"""What a layer computes but for attention, a kernel each: norms, rotation, activations and embedding, for decode steps and
-for passes over whole sequences; and the matrix products of decode steps. (Rotation in a decode step is in
-paged_attention.py.)
+"""Kernels of a layer without its attention: norms, rotation, activations and embedding, for decode steps and for passes over
+whole sequences. The matrix products of decode steps are here too. (paged_attention.py has the rotation in a decode step.)
 
 A row is a token; in a decode step it is a slot too. The residual stream is fp32, the rest has the engine's dtype; sums are
 fp32. Positions are read on the device, so one captured graph serves all lengths.
@@ -32,7 +31,7 @@ ROTATING_PROGRAMS = 2048
 LARGEST_TILE = 8192
 """Largest count of numbers that one program rotates: more would not stay in registers."""
 Kind = Literal["plain", "gated", "parts"]
-"""What follows a product: nothing but its bias, the gated activation, or the sum of its parts by another kernel."""
+"""The operation after a product: nothing but its bias, the gated activation, or the sum of its parts by another kernel."""
 MOST_ROWS = 256
 """Most rows for which these products are made; beyond that cuBLAS serves."""
 MOST_PARTS = 8

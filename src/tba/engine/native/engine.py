@@ -108,7 +108,7 @@ class NativeEngine(Engine):
         self._make_cache(page_size_for(self.decoder))
         self._fused = self._make_fused()
         self._queue: PrefillQueue | None = None
-        """What waits for slots while the engine generates."""
+        """Prompts that wait for slots while the engine generates."""
         self._snapshots: deque[tuple[int, AsyncCopy]] = deque()
         """Snapshots under way, of which the host has not taken note yet, each with the number of decode steps before it; the
         oldest first."""

@@ -139,7 +139,7 @@ class PagePool:
         return freed
 
     def release_all(self) -> None:
-        """Nobody uses any page any more."""
+        """Free all pages."""
         self.references[:] = 0
         self._free = np.arange(self.num_pages - 1, SCRATCH, -1, dtype=np.int64)
         self.num_free = len(self._free)
@@ -235,7 +235,7 @@ class PagePool:
 
 class PrefixIndex:
     """Whole pages by what they hold: the weights' version, the tokens, and the page before, which stands for all tokens
-    before them. Whoever uses a page uses those before it too, so none of these is freed, and given to others, before it."""
+    before them. A user of a page also uses the pages before it, so none of these is freed before it."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -263,7 +263,7 @@ class PrefixIndex:
         return np.array(held, dtype=np.int64)
 
     def forget(self, pages: np.ndarray) -> None:
-        """Nobody uses these pages any more."""
+        """Remove these pages: no prompt is found in them any more."""
         for page in pages.tolist():
             key = self._keys.pop(page, None)
             if key is not None:
@@ -551,7 +551,7 @@ class PagedCache:
             prompt.pages[: len(held)] = held
 
     def drop(self, prompt: PagedPrompt) -> None:
-        """Nobody starts from a prompt any more."""
+        """Release the pages of a prompt, from which no further response starts."""
         self._release(prompt.pages)
 
     def forget_prefixes(self) -> None:

@@ -1,5 +1,5 @@
-"""What fills slots: requests are read, their prompts are computed into the cache once each, and their responses wait for
-free slots.
+"""Prefill: requests are read, and their prompts are computed into the cache once each. Their responses then wait for free
+slots.
 
 A prompt is computed but for its last token, which is fed at the first decode step. Into slots, prompts of similar length go
 side by side. Into pages, long ones go part by part between decode steps: a turn computes as many tokens as running responses
@@ -299,7 +299,7 @@ class PagedPrefill:
         return found
 
     def _part(self, stored: PagedPrompt, most: int) -> Part:
-        """What comes next of a prompt: the rest, or whole pages, at least one."""
+        """The next part of a prompt: the rest, or whole pages, at least one."""
         page, start = self.cache.page_size, stored.num_computed
         if start and self._has_masks:
             most = min(most, MASK_NUMBERS // (start + most))

@@ -97,7 +97,7 @@ class SlotCache:
         return True  # a slot has room for its longest response from the start
 
     def release(self, slots: Sequence[int]) -> None:
-        """What is left in a slot is never seen."""
+        """Old keys and values in a slot are never read."""
 
     def drop(self, prompt: SlotPrompt) -> None:
         """A batch goes with its last prompt."""

@@ -136,7 +136,7 @@ class SlotTable:
         return int(self.positions[: self.count].max()) + 1
 
     def needs(self) -> SamplingNeeds:
-        """What at least one running response asks of the next decode step."""
+        """Features that at least one running response needs of the next decode step."""
         # Gaps keep the flags of their last response: that may ask for more than is needed, never for less.
         found = np.any(self.flags[: self.count], axis=0).tolist()
         early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())

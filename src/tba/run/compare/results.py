@@ -1,4 +1,4 @@
-"""What came out of a study, from the run folders alone: the metrics of every run, the tuned values, tables and JSON."""
+"""Results of a study, from the run folders alone: the metrics of every run, the tuned values, tables and JSON."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Tune(Section):
 
 
 class Quick(Section):
-    """What `--quick` changes; what is missing stays as in the study, but nothing is tuned."""
+    """Changes by `--quick`. Missing fields stay as in the study, but nothing is tuned."""
 
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Seeds of the runs."""
@@ -80,7 +80,7 @@ class Study(Section):
     base: Overrides = Field(default_factory=dict)
     """Settings of every run; rows win over them, columns over rows."""
     rows: dict[Label, Overrides] = Field(min_length=1)
-    """What is compared: settings by name of the row."""
+    """Rows of the comparison: settings by name of the row."""
     columns: dict[Label, Overrides] = Field(min_length=1)
     """Conditions of the comparison: settings by name of the column."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
@@ -92,7 +92,7 @@ class Study(Section):
     tune: Tune | None = None
     """Setting that is tuned for every row before its runs; None = nothing is tuned."""
     quick: Quick | None = None
-    """What `--quick` changes; None = the study has no quick form."""
+    """Changes by `--quick`; None = the study has no quick form."""
 
     @model_validator(mode="after")
     def _check(self) -> Study:

@@ -1,4 +1,4 @@
-"""What replay.durability=node keeps on the supervisor's node: a copy of the run folder, and of every group.
+"""The second copy of replay.durability=node, on the supervisor's node: the run folder and every group.
 
 Checkpoints and what belongs to them are fetched from the trainer's node as they appear, and given to the node of a trainer
 that is started where the run folder is not. The trainer gives groups to the replica as they come (runtime/replica.py), which
@@ -131,7 +131,7 @@ class RunCopy:
         """Files that were copied last, as `what_is_there` lists them."""
         self._fetching = threading.Thread()
         self._told = ""
-        """What went wrong last."""
+        """The last error."""
 
     def follow(self, actor: Any, found: Mapping[str, str], *, wait: bool = False) -> None:
         """Have the copy become like what is on the node of an actor, in the background; `wait` = until it is."""
@@ -279,7 +279,7 @@ def _replica_name(owner: Holder) -> str:
 
 
 def _results(calls: Any) -> Any:
-    """What calls of the replica have returned; its own errors as they were raised there."""
+    """Results of calls of the replica. Its own errors are raised as they were raised there."""
     try:
         return ray.get(calls)
     except ray.exceptions.RayTaskError as error:

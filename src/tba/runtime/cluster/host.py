@@ -39,7 +39,7 @@ CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """What has happened to a role since the last exchange."""
+    """News of a role since the last exchange."""
 
     frames: list[bytes]
     row: bytes
@@ -50,7 +50,7 @@ class Exchanged:
     hung_up: bool
     """Whether these were its last frames."""
     files: Mapping[str, str] | None = None
-    """What the run folder holds (copies.what_is_there); None = it was not looked at."""
+    """Contents of the run folder (copies.what_is_there); None = it was not looked at."""
 
 
 class RoleHost:
@@ -69,7 +69,7 @@ class RoleHost:
         self._started = threading.Event()
         """The role's process is there."""
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        """What the role has sent; None at its end."""
+        """Messages that the role has sent; None at its end."""
         self._hung_up = False
         self._mirror: WeightMirror | None = None
         self._has_mirror = threading.Event()
@@ -164,7 +164,7 @@ class RoleHost:
 
     @ray.method(concurrency_group="files")
     def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of copies.py returns for the run folder on this node."""
+        """Result of a function of copies.py for the run folder on this node."""
         return call(self._copied, *arguments)
 
     def signal(self, number: int) -> None:

@@ -108,10 +108,10 @@ class _Source:
         self._size = data_bytes(handle.layout)
         self._number = 0
         self._header: Header | None = None
-        """What `object` holds; None before the first publication."""
+        """The version in `object`; None before the first publication."""
         self.object: Any = None
         self.offer: Offer | None = None
-        """What can be given; None before the canary is there, which the trainer computes at once."""
+        """The newest offer; None before its canary is there, which the trainer computes at once."""
 
     def look(self) -> None:
         """Put a newer version into the object store. The version before leaves it after the last fetch."""

@@ -73,7 +73,7 @@ NUMBERS: dict[str, tuple[range, ...]] = {
     "boxes": (range(2, 7), range(2, 10)), "gets": (range(2, 7), range(2, 10)),
     "times": (range(2, 5),), "shares": (range(2, 5),), "now": (), "has": (range(8, 41),),
 }  # fmt: skip
-"""What the numbers of a sentence are drawn from, where it is not one from 2 to 15."""
+"""Ranges that the numbers of a sentence are drawn from, where they are not 2 to 15."""
 OPERATORS: dict[str, Operator] = {
     "buys": "+", "gives": "-", "loses": "-", "times": "*", "fewer": "-", "more": "+", "shares": "/",
 }  # fmt: skip

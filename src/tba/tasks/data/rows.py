@@ -58,7 +58,7 @@ class RowNames(NamedTuple):
 
     @property
     def skip_by(self) -> str:
-        """What a user writes to leave bad rows out."""
+        """Setting with which a user leaves bad rows out."""
         return "task.on_bad_row=skip" if self.dataset is None else 'TBAConfig(task={"on_bad_row": "skip"})'
 
 
@@ -75,7 +75,7 @@ class DataRow(NamedTuple):
 
 
 class Placed(Protocol):
-    """What has a place in a file: a row, or a problem made from one."""
+    """An item with a place in a file: a row, or a problem made from one."""
 
     @property
     def place(self) -> str: ...
@@ -120,7 +120,7 @@ class BadRows:
             lines.append(line)
 
     def keep(self, items: Iterable[Item], read: Callable[[Item], Kept]) -> list[Kept]:
-        """What `read` makes of the items; those that it calls bad are left out and counted."""
+        """Results of `read` for the items. Items that it calls bad are left out and counted."""
         kept = []
         for item in items:
             try:

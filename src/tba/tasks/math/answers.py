@@ -1,4 +1,4 @@
-r"""Reading the answers of competition mathematics: what stands in the last `\boxed{...}`, and its normal form.
+r"""Answers of competition mathematics: the content of the last `\boxed{...}`, and its normal form.
 
 The normal form leaves out what does not matter: spaces, sizes of brackets, `x =`, and units (signs for per cent, degrees and
 dollars are units too). Scale words are no units: `5 million` is 5000000.
@@ -42,7 +42,7 @@ NAME = re.compile(
     r"(?P<name>(?:\\angle ?)?(?:[a-zA-Z]+|\\(?:alpha|beta|gamma|theta|phi|lambda|mu|sigma|omega)|[a-zA-Z]\^\{-1\})"
     r"(?:_\{?\w+\}?)?'*(?:\([\w,]+\))?|\([a-zA-Z](?:,[a-zA-Z])+\)|\[[A-Z]+\]|\\vec\{\w+\})(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)"
 )
-"""What an answer may be called: x=5, f(x)=2x, x\\in[0,1], (x,y)=(1,2), \\angle ABC=30, but not x^2=5."""
+"""Names that an answer may have: x=5, f(x)=2x, x\\in[0,1], (x,y)=(1,2), \\angle ABC=30, but not x^2=5."""
 WORD = re.compile(rf"{_TEXT_COMMAND}[^{{}}]*[a-zA-Z]{{2}}|(?<![\\a-zA-Z])[A-Z]{{2,}}(?![a-zA-Z])")
 """Text, or several capitals in a row: a word and no product."""
 
@@ -148,7 +148,7 @@ class Answer:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`; None without one, or where the text ends before its brace closes.
+    r"""Content of the last `\boxed{...}`; None without one, or where the text ends before its brace closes.
 
     last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """

@@ -1,4 +1,4 @@
-r"""When an answer to a question of competition mathematics is right.
+r"""The rules by which an answer to a question of competition mathematics is right.
 
 Text decides first, for it is fast and cannot be fooled; `symbolic`, which is slow, decides what is left. In this order:
 
@@ -281,7 +281,7 @@ WRAPPER = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathere
 RELATION = re.compile(r"=|<|>|\\(?:leq?|geq?|neq?|approx|equiv|to|mapsto|in|implies|iff)(?![a-zA-Z])")
 ROW = re.compile(r"\\\\(?![a-zA-Z])(?:\[[^\]]*\])?")
 ASKED = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|[?\s.,;:!&]|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))+$")
-"""What may follow a formula: `= ?`, `\text{ for } x`."""
+"""Text that may follow a formula: `= ?`, `\text{ for } x`."""
 TOKEN = re.compile(r"\\(?:begin|end)\{\w*\}|\\[a-zA-Z]+|\\\\|\d+(?:\.\d+)?|[a-zA-Z]|[-^/!|<>=,:_&%]")
 NO_LEAF = re.compile(r"\\(?:frac|sqrt|cdot|begin.*|end.*|\\)|[-^/!|<>=,:_&%]")
 LONG_NUMBER = re.compile(r"^0+(?=\d)|(?<=\d)\.0+$|(?<=\.\d)0+$")

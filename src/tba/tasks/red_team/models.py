@@ -168,7 +168,7 @@ class ModelVictim:
         return [texts[_prompt_id(attack, occasion)] for attack in attacks]
 
     def _prompt(self, attack: str, occasion: str) -> Prompt:
-        """What the victim reads: the template as a user's message where there is a chat template, else as it is."""
+        """The victim's prompt: the template as a user's message where there is a chat template, else as it is."""
         words = self._template.replace("{attack}", attack)
         chat = self._tokenizer.chat_template is not None
         token_ids = encode([{"role": "user", "content": words}] if chat else words, self._tokenizer)
@@ -184,7 +184,7 @@ class ModelVictim:
 
 
 def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What stands for an empty attack where the tokenizer adds nothing: BOS, or where there is none EOS, as GPT-2 has it."""
+    """Token for an empty attack where the tokenizer adds none: BOS, or EOS where there is no BOS, as in GPT-2."""
     token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if token is None:
         raise ValueError(

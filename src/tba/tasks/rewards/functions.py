@@ -208,7 +208,7 @@ class RewardFunction:
 
 
 def _awaited(result: Any) -> Any:
-    """What a function returned or, of an `async def`, what it returns in the end."""
+    """Result of a function; an `async def` is run to its end."""
     return _event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
 
 

@@ -115,7 +115,7 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
 
 
 def memory_message() -> str:
-    """What to change where a worker has no memory left."""
+    """Advice for a worker that has no memory left."""
     used = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
     return f"a reward worker may use {used:.3g} GB, half of the memory there is: have the reward keep less"
 

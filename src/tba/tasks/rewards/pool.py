@@ -153,7 +153,7 @@ class WorkerRewards:
         self._answers: SimpleQueue[tuple[FinishedGroup, list[Outcome]] | Exception] = SimpleQueue()
         """Groups that are scored, or why no more can be."""
         self._first: Ready | None = None
-        """What the first worker said of the rewards when it had loaded them; None = none has."""
+        """Greeting of the first worker that has loaded the rewards; None = none has."""
         self._unanswered_seconds: float | None = max(timeout_seconds, first_answer_seconds)
         """Time in hanging calls that is left until the first answer; None = there was one."""
         self._lock, self._closed = threading.Lock(), False
@@ -227,7 +227,7 @@ class WorkerRewards:
         return outcomes
 
     def _called(self, member: _Member, group: FinishedGroup, samples: slice) -> list[Outcome]:
-        """What the reward says of some samples of a group; RewardFailed where it hangs or its worker dies."""
+        """Outcomes of some samples of a group; RewardFailed where the reward hangs or its worker dies."""
         process = member.process or self._started(member)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         ids = [completion.token_ids.tolist() for completion in group.completions[samples]]

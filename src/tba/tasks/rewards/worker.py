@@ -76,7 +76,7 @@ class Scored:
 
 
 class Service(Protocol):
-    """What a worker does: it is made there once, then called for one job after another."""
+    """Service of a worker. The worker makes it once, then calls it for one job after another."""
 
     greeting: Any
     """First word of the worker, when its service is there."""

@@ -88,7 +88,7 @@ class TLDRTask(RowsTask):
         return [QuestionAnswer(line=line, question=own.text, answer=reference_summary(own)) for line, own in lines]
 
     def columns(self, problem: QuestionAnswer) -> dict[str, str]:
-        """What win rates compare with."""
+        """Reference summary, with which win rates compare."""
         return {"reference": problem.answer}
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
