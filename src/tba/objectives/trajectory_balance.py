@@ -87,12 +87,12 @@ class TrajectoryBalance(Objective):
     Its gradient is that of REINFORCE with mean baseline and KL in the reward, on- and off-policy:
     A_ij = (r_ij - mean r) - beta (KL_ij - mean KL).
 
-    Deviation: a response whose log-prob has already moved far enough in the direction of its gradient gets no more of it
+    Deviation: the gradient of a response is masked once its log-prob has moved far enough in the direction of that gradient
     (trust_region). On fresh data nothing changes.
     """
 
     trust_region: TrustRegion = "response"
-    """What bounds the gradient of a response that the policy has moved away from since it was generated;
+    """Rule that bounds the gradient of a response once the policy has moved away from it since generation.
     tba.objectives.trajectory_balance.gradient_share has the rules. none = the paper's loss."""
     max_drift: ClassVar[float] = 0.15
     """Largest drift, in units of the square root of the entropy that responses of the prompt had
@@ -240,7 +240,7 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
 
 
 def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:
-    """Whether the policy has gone further than the limit in the direction of the push."""
+    """Whether the policy has moved further than the limit in the direction of the push."""
     return torch.where(push_up, drift > limit, drift < -limit)
 
 

@@ -1,30 +1,30 @@
 """The learning rate of each update: a schedule that was given, or `auto`.
 
-What a rate does depends on the model, the task and the state of Adam; what an update should do does not. `auto` has each
-update move log_pi of a new response by
+The effect of a rate depends on the model, the task and the state of Adam. The best size of an update in nats does not.
+`auto` has each update move log_pi of a new response by
 
     train.target_drift x sqrt(signal x entropy)    nats.
 
-The entropy is that of a response, at most MOST_ENTROPY: log-probs of a policy's own samples lie about its square root
-apart. The signal is the share of recent updates that is no noise: the correlation, within prompts, of the drift of new
-responses with their rewards. Both are measured for nothing. A new batch was generated some updates ago and has not been
-trained on since, so its drift, log_pi now - log_pi when generated, is the work of the updates in between.
+The entropy is the entropy of a response, at most MOST_ENTROPY: log-probs of a policy's own samples differ by about its
+square root. The signal is the correlation, within prompts, of the drift of new responses with their rewards. It is near 0
+where updates follow noise. Measuring both costs nothing. A new batch was generated some updates ago and has not been trained
+on, so its drift, log_pi now - log_pi when generated, comes from the updates in between.
 
-1. Nothing moves before the rewards of some prompt differ (trainer/updates.py). The first update has no drift to go by. It
-   leaves a quarter of its batch out, and is made longer or shorter until it moves those responses so far.
+1. No weight moves before the rewards of some prompt differ (trainer/updates.py). The first update has no drift to measure.
+It    leaves a quarter of its batch out, and is scaled until it moves those responses by the size above.
 2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
    above over the stiffness. It rises by at most RISE in a step.
-3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
-   runs away from its data is held at once.
-4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number. In a run of n <
-   STEPS steps the entropy counts up to STEPS / n times as much, and what is beyond MOST_ENTROPY in full, not by its root.
+3. A batch may have drifted further than the average explains. Its own update then uses its own stiffness, which stops a
+   policy that runs away from its data at once.
+4. Updates are longer in a run of few steps and shorter in a run of many, by the root of the number. In a run of n < STEPS
+   steps the entropy counts up to STEPS / n times as much. Entropy beyond MOST_ENTROPY then counts in full, not by its root.
 5. In the last half of the run the rate falls to zero.
-6. A response is trained while the policy has moved by MOST_DRIFT since at most. So the longer the updates, the fewer of them
-   searchers may be behind (`most_lag`), and the second update on a batch is left out where it would come too late.
+6. A response is trained only while the policy has moved by at most MOST_DRIFT since. So the longer the updates, the fewer of
+   them searchers may be behind (`most_lag`). A second update that would come too late is left out.
 
-Where searcher and trainer take turns without a lag nothing drifts. The change of the batch by its own update stands in
-for it, divided by what the first update showed of the two, and the signal is taken to be the usual one. So it is where
-responses are trained on more often than once, or drawn from all of replay: their drift is their own push too.
+Where searcher and trainer take turns without a lag, nothing drifts. The change of the batch by its own update then replaces
+the drift. It is divided by the ratio of the two in the first update, and the signal is USUAL_SIGNAL. The same holds where
+responses are trained more than once, or drawn from all of replay: their drift includes their own push.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 from tba.config import Config
 
 START = 1e-6
-"""Rate of the first update before its length is known: so low that it does no harm to any model."""
+"""Rate of the first update before its scale is known: so low that it harms no model."""
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """The signal before the first batch shows it, and the least signal. It is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
@@ -48,15 +48,15 @@ asks for is noise (one_family: .92 instead of .98). In a run of few steps that n
 MOST_DRIFT = 2.0
 """Nats that the policy may have moved since a response that is trained was begun."""
 FIRST_STEPS = 8
-"""Steps in which the first drift is waited for: what has not moved by then is not learning."""
+"""Steps in which the first drift is waited for. A policy that has not moved by then is not learning."""
 LAST_PART = 0.5
 """Share of the run, at its end, in which the rate falls to zero."""
 STEPS, MOST_HORIZON = 200, 5.0
-"""Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
+"""Steps of a run for which train.target_drift holds, and the largest factor for shorter and longer runs."""
 RISE = 2.0
 """Largest factor by which the rate rises from one step to the next."""
 MEMORY = 32
-"""Number of batches that the averages are over, in the end."""
+"""Largest number of batches in an average."""
 LEAST_DECAY = 0.1
 """Share of its height below which the rate only falls: drifts become too small to measure."""
 VERSIONS_KEPT = 1024
@@ -126,8 +126,8 @@ class LearningRate:
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
     def horizon(self, step: int, now: float) -> float:
-        """Factor of all movements. The fewer steps a run has, the longer they are, by the root: noise that
-        many steps add up to averages out, and what few steps do not reach is lost."""
+        """Factor of the size of all updates. The fewer steps a run has, the longer its updates, by the root: noise averages
+        out over many steps, and a run of few steps must get far in each."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
         if train.max_seconds is not None and now > 0.0:

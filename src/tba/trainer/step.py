@@ -129,16 +129,16 @@ class TrainStep:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.model.parameters())
 
     def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
-        """One update: gradients, then a move by this rate."""
+        """One update: gradients, then a step of this rate."""
         result = self.gradients(batch, beta=beta)
         return replace(result, metrics={**result.metrics, **self.move(learning_rate)})
 
     def move(
         self, learning_rate: float, *, nats: float | None = None, of: Sequence[int] = (), measure: bool = False
     ) -> dict[str, float]:
-        """Make the update of the last gradients. With `nats` it is then made as much longer or shorter as it takes to move
-        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients, the rate, with `nats` the
-        movement of those responses, and with `measure` the movement of all responses."""
+        """Make the update of the last gradients. With `nats` it is then scaled until it moves log_pi of the responses `of`
+        by so many nats (none = of all). Returns the norm of the gradients and the rate. With `nats` it also returns the
+        change of those responses, and with `measure` the change of all responses."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
         norm = self.optimizer.clip_gradients().item()
