@@ -168,7 +168,9 @@ def test_a_run_goes_back_a_bounded_number_of_times(tmp_path, monkeypatch):
 
 
 def test_a_run_without_checkpoints_cannot_go_back(folder):
-    with pytest.raises(ValueError, match=r"observe.on_collapse=rollback goes back to a checkpoint"):
+    with pytest.raises(
+        ValueError, match="observe.on_collapse=rollback needs checkpoints, and train.keep_checkpoints=0 keeps none"
+    ):
         make_config(folder, "observe.on_collapse=rollback", "train.keep_checkpoints=0")
 
 

@@ -138,17 +138,6 @@ def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capfd
         ask_for_searchers(tmp_path, 65)
 
 
-def test_a_run_of_an_earlier_version_has_a_status_and_takes_searchers(tmp_path):
-    run = RunFolder(tmp_path)
-    run.config.write_text("train: {max_steps: 60, share_prompts: true}\nsearch: {kinds: {wide: {count: 2}}}\n")
-    own = os.getpid()
-    told = {"step": 12, "time": time.time(), "host": os.uname().nodename, "pid": own, "pid_started": start_of(own)}
-    run.status.write_text(json.dumps({**told, "roles": []}))
-    assert read_status(tmp_path)["max_steps"] == 60
-    ask_for_searchers(tmp_path, 2)
-    assert json.loads(run.control.read_text()) == {"searchers": 2}
-
-
 def test_a_folder_without_a_status_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a run folder"):
         read_status(tmp_path)

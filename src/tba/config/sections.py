@@ -186,13 +186,13 @@ class ReplayConfig(Section):
     what takes the time, 2 to 4 learns more from the same responses."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag of a response when it is trained, in optimizer steps. Where groups wait in a queue (see
-    max_replay_ratio), a searcher starts a rollout only with weights at most so far behind the step that the rollout is
-    meant for, and no earlier than recent rollouts needed; reuse, and batches that other searchers have filled first,
-    may still train it later. Where there is no queue, or resets of the reference empty it, older responses leave the
-    buffer, and the trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response.
-    Imported responses and the reference's have none. None = for a queue the steps that all KV slots, and
-    search.reward_workers beyond one, hold the responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere
-    any age trains (TBA)."""
+    max_replay_ratio), a searcher starts a rollout only with weights at most so far behind the step that it is meant for.
+    It starts no earlier than recent rollouts needed, and keeps closer where updates are long: the policy moves by 2 nats
+    at most in between. Reuse, and batches that other searchers have filled first, may still train it later. Where there
+    is no queue, or resets of the reference empty it, older responses leave the buffer, and the trainer waits until the
+    others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and the reference's have
+    none. None = for a queue the steps that all KV slots, and search.reward_workers beyond one, hold the responses of, +
+    train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any age trains (TBA)."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""

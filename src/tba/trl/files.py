@@ -73,6 +73,8 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
         from tba.models.load import load_weights
 
         model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a model of transformers.")
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
