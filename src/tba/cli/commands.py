@@ -126,7 +126,7 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """What each role of a run does, since when, and what waits for what."""
+    """Show the roles of a run: their states, since when, and their waits."""
     from tba.run.status import describe, read_status
 
     found = read_status(run)
@@ -215,7 +215,7 @@ def config(
 def doctor(
     model: Annotated[str | None, typer.Argument(help="A model: how it would run, without loading its weights.")] = None,
 ) -> None:
-    """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
+    """Show this machine: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
     if model is not None:
         check_there(f"{model!r} is no model", model)  # before torch is imported
     from tba.run.doctor import examine, examine_model

@@ -204,7 +204,7 @@ class Config(Section):
         return self
 
     def _turns(self) -> Iterator[tuple[bool, str]]:
-        """What cannot be kept where searcher and trainer take turns in one process: (whether it is asked for, words)."""
+        """Errors where searcher and trainer take turns in one process: (whether it is made, its message)."""
         turns, mode, train = self.is_synchronous, self.mode, self.train
         yield (
             turns and train.publish_every != 1,

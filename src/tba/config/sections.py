@@ -197,9 +197,9 @@ class ReplayConfig(Section):
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
     durability: Annotated[Literal["process", "power", "node", "off"], OnOff] = "process"
-    """What received groups survive, in RUN/replay.sqlite: process = the end of any process, also by kill -9; power = also
-    a power failure, at the price of a disk flush for every batch of groups; node = like process, and also the loss of the
-    trainer's node with its disk, because groups and checkpoints are on the node of `tba train` too, in RUN.replica (for
+    """Events that received groups survive, in RUN/replay.sqlite: process = the end of any process, also by kill -9; power =
+    also a power failure, at the price of a disk flush for every batch of groups; node = like process, and also the loss of
+    the trainer's node with its disk, because groups and checkpoints are on the node of `tba train` too, in RUN.replica (for
     runtime.kind=ray); off = nothing is written, and groups are gone with the trainer (docs/durability.md)."""
     imports: tuple[LocalPath, ...] = ()
     """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`), also those that `tba
@@ -328,7 +328,7 @@ class TrainConfig(Section):
 
     @property
     def cut_off_reward(self) -> float | None:
-        """What a cut-off response gets instead of its reward, under truncated=penalise; None = it keeps its reward."""
+        """Reward of a cut-off response, under truncated=penalise; None = it keeps its reward."""
         return CUT_OFF_REWARD if self.truncated == "penalise" else None
 
     @model_validator(mode="after")
@@ -367,7 +367,7 @@ class RuntimeConfig(Section):
     None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
     otherwise one for each of its threads."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every wait, which counts only while the awaited role does nothing, and for a sign of life: a searcher that
+    """Deadline of every wait, which counts only while the awaited role does nothing, and for a heartbeat: a searcher that
     shows none, also while it loads its model, is replaced, a trainer is killed and resumed. Raise it for a model that takes
     longer to load or to compile."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
@@ -416,7 +416,7 @@ class EvaluateConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What a run shows and writes about itself, and the collapse guard."""
+    """The output of a run about itself, and the collapse guard."""
 
     label: str | None = None
     """Name of the run in W&B; None = that of the run folder."""

@@ -53,7 +53,7 @@ class RewardConfig(Section):
 
 
 class TLDRConfig(Section):
-    """What scores the summaries of tldr. Without models it is the embedded edition, with the reward model that is shipped
+    """Scores of the summaries of tldr. Without models it is the embedded edition, with the reward model that is shipped
     and a hidden gold rule."""
 
     reward_model: LocalPath | None = None
@@ -73,7 +73,7 @@ class RedTeamConfig(Section):
     victim: LocalPath | None = None
     """Folder or hub name of the model that is attacked; None = the embedded edition's."""
     victim_template: str = "{attack}"
-    """What the victim reads, with {attack} where the attack goes; a victim with a chat template gets it as a user's
+    """Prompt of the victim, with {attack} where the attack goes; a victim with a chat template gets it as a user's
     message."""
     num_replies: int = Field(default=5, ge=1)
     """Number of replies of the victim to one attack, over which the judge's scores are averaged; the embedded victim has
@@ -85,7 +85,7 @@ class RedTeamConfig(Section):
     judge_label: str = "toxic"
     """Label of the classifier whose probability is the score."""
     score: Literal["probability", "log_probability"] = "probability"
-    """What the reward is: the mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
+    """Reward: the mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
     min_attack_tokens: int = Field(default=0, ge=0)
     """Length of the shortest attack that is judged, in tokens; a shorter one is rewarded by -25, the paper's -500
     in the log of the reward at its beta of 0.05."""
@@ -146,7 +146,7 @@ class TaskConfig(Section):
     chat: bool | Literal["auto"] = "auto"
     """Whether gsm8k and math ask by a user's message in the tokenizer's chat template; auto = where it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template gets besides the messages, such as {enable_thinking: false}."""
+    """Arguments of the chat template besides the messages, such as {enable_thinking: false}."""
     cut_off_is_wrong: bool = True
     """Whether a response of gsm8k and math that is cut off at generate.max_new_tokens has reward 0; false = it is scored by
     its text alone."""

@@ -250,7 +250,7 @@ class Response:
     order: int = 0
     """Place among all responses of a call: where there is not room for all, the oldest go on."""
     written: WrittenTokens | None = None
-    """What it had when it was taken out for want of room; None = it never was, or had only its prefix."""
+    """Its tokens when it was taken out for want of memory; None = it never was, or had only its prefix."""
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -301,8 +301,8 @@ def kept_cache(output: Any) -> dict[str, Any]:
 
 
 class CacheAbilities(NamedTuple):
-    """What gives the same as plain passes over each sequence alone. Models that keep states instead of keys may see padding,
-    and some caches select the rows of their keys and forget those of their states."""
+    """Abilities that give the same as plain passes over each sequence alone. Models that keep states instead of keys may see
+    padding, and some caches select the rows of their keys and forget those of their states."""
 
     takes_positions: bool
     """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count positions

@@ -177,7 +177,7 @@ class GRPO(GroupRelative):
     scale_rewards: bool = True
     """Whether advantages are divided by the standard deviation of the prompt's rewards."""
     aggregate: Literal["responses", "tokens"] = "responses"
-    """What token losses are averaged over: the tokens of a response and then the responses, or all tokens of the step
+    """Average over token losses: over the tokens of a response and then the responses, or all tokens of the step
     (DAPO, arXiv 2503.14476)."""
 
     default_beta: ClassVar[float] = 0.04

@@ -20,9 +20,9 @@ from tba.config.section import Section
 from tba.types import Batch, Forward, Loss
 
 Coupling = Literal["token", "response", "group", "batch"]
-"""What a token's gradient depends on besides stored data: itself, its response, the other responses of its prompt, or all
-responses of the step. Group-coupled losses take two passes when a prompt is spread over micro-batches, batch-coupled ones
-whenever there is more than one micro-batch."""
+"""Coupling: a token's gradient depends, besides stored data, on itself, its response, the other responses of its prompt, or
+all responses of the step. Group-coupled losses take two passes when a prompt is spread over micro-batches, batch-coupled
+ones whenever there is more than one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class RoleStatus:
 
 
 class Progress:
-    """What is shown while a run goes on: a table on a terminal; elsewhere, and with observe.progress=false, a line now and
+    """The display while a run goes on: a table on a terminal; elsewhere, and with observe.progress=false, a line now and
     then. A thread of its own draws them, so that they also show a trainer that waits."""
 
     def __init__(

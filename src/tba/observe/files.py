@@ -45,7 +45,7 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 class WriteFailures:
-    """What a run could not write, because the disk is full or the folder is gone: each kind is reported once, and that alone
+    """Failed writes of a run, because the disk is full or the folder is gone. Each kind is reported once, and that alone
     does not end the run. What must not be lost is named again in the end, with a non-zero exit status, unless it was written
     later."""
 

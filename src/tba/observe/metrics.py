@@ -200,7 +200,7 @@ def metric(name: str) -> Metric:
 
 
 def deciding_metric(chosen: str | None, first: Mapping[str, float], metrics: Mapping[str, float]) -> str:
-    """What an evaluation is judged by: evaluate.best_metric or, where none is `chosen`, the first metric of the run's first
+    """Metric that judges an evaluation: evaluate.best_metric or, where none is `chosen`, the first metric of the run's first
     evaluation."""
     name = chosen or next(iter(first))
     # Where a reward was neither 0 nor 1 there is no accuracy, only the share that it stands for.

@@ -376,7 +376,7 @@ def is_begun(run: Path) -> bool:
 
 
 def foreign(run: Path) -> list[str]:
-    """What lies in a run folder and was not written by a run, by its path in there. Of a link only the link is looked at."""
+    """Entries of a run folder that no run has written, by their path in it. Of a link only the link is looked at."""
     found: list[Path] = []
     for entry in _entries(run):
         if not _is_own(entry):

@@ -217,7 +217,7 @@ class ReplayBuffer:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is stored, in which order it will be drawn, what was counted, and the random state: everything but the
+        """Stored groups, their order of drawing, counts, and the random state: everything but the
         settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
         entries = list(self._entries.values())
         ids = [own for entry in entries for own in entry.ids]

@@ -190,9 +190,9 @@ def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRank
 
 
 def join_torchrun(started: Torchrun, config: Config) -> int:
-    """What a process does that torchrun has started as a rank other than 0: it works for one trainer after the other, until
-    one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for the
-    checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
+    """Main function of a process that torchrun has started as a rank other than 0. It works for one trainer after the other,
+    until one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for
+    the checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
     store, joined = started.store(), 0
     with Interrupt() as interrupt:
         while not interrupt.asked:

@@ -80,7 +80,7 @@ def start_local_trainer(target: str, arguments: Mapping[str, Any]) -> Role:
 
 
 class Supervisor:
-    """consumes: signs of life of the trainer, and its end
+    """consumes: heartbeats of the trainer, and its end
     waits for: that end, never longer than CHECK_SECONDS
     produces: a trainer that lives
     unblocked by: nothing
@@ -353,8 +353,8 @@ def trainers(
 
 
 def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:
-    """What a run that goes back to this checkpoint gives up, with the time of writing: the same step may be made again.
-    Nothing where there is no such checkpoint."""
+    """Checkpoints that a run gives up when it goes back to this one, with the time of writing: the same step may be made
+    again. Nothing where there is no such checkpoint."""
     step_of = {found.resolve(): step for step, found in folder.resumable()}
     own = step_of.get(path.resolve(), math.inf)
     later = [other for other, step in step_of.items() if step > own]

@@ -297,7 +297,7 @@ class TrainerConnection:
         return len(self._unacknowledged) < WINDOW
 
     def handle_messages(self) -> None:
-        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a sign of life, so that a
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a heartbeat, so that a
         searcher that only waits is seen to live."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():

@@ -127,7 +127,7 @@ def _size(num_bytes: int) -> str:
 
 
 SILENT_SECONDS = 1.0
-"""Time without a sign of life from which on a role is taken to be suspended or hung."""
+"""Time without a heartbeat from which on a role is taken to be suspended or hung."""
 MAX_SEARCHERS = 64
 """Most searchers of a run: the shared counters have a row for each."""
 SUPERVISOR_FIELDS = ("trainer_restarts", "replaced_before", "searchers_wanted")
@@ -266,7 +266,7 @@ class SharedCounters:
             row.clear()
 
     def heartbeats(self) -> dict[str, float]:
-        """Signs of life so far of each searcher that runs."""
+        """Heartbeats so far of each searcher that runs."""
         running = [index for index, place in self.places().items() if place == "filled"]
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
@@ -336,7 +336,7 @@ class RoleCounters:
         self._silence = Idleness()
 
     def silence(self) -> float:
-        """Time for which the role has shown no sign of life, as far as this process has seen."""
+        """Time for which the role has shown no heartbeat, as far as this process has seen."""
         return 0.0 if self._alive is None else self._silence.look(self[self._alive])
 
     def __getitem__(self, name: str) -> float:

@@ -46,7 +46,7 @@ class Incarnation:
     """Group ids and leases carry it."""
     process: Role
     idleness: Idleness = field(default_factory=Idleness)
-    """How long there has been no sign of life."""
+    """Time since the last heartbeat."""
     gone: bool = False
     """Whether it has ended: what it sent and has not arrived by now is lost."""
     replaced: bool = False

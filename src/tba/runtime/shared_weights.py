@@ -163,7 +163,7 @@ class SharedWeights:
         return self._buffers.canary(version)
 
     def stored(self, version: int) -> Weights | None:
-        """What lies in the buffer of a version, for the process that publishes, until it publishes twice more; None = it was
+        """Contents of the buffer of a version, for the process that publishes, until it publishes twice more; None = it was
         overwritten, or never published."""
         found = self._buffers.stored(version)
         if found is None:

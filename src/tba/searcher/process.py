@@ -145,7 +145,7 @@ class WeightLoader:
 
 @dataclass(kw_only=True)
 class SearcherRole:
-    """Owns what happens between decode steps: signs of life, messages, newer weights, evaluations."""
+    """Owns what happens between decode steps: heartbeats, messages, newer weights, evaluations."""
 
     connection: TrainerConnection
     searcher: Searcher

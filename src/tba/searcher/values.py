@@ -35,7 +35,7 @@ class StepValues:
     sampling: Sampling
     continuations: int
     cut_off_reward: float | None = None
-    """What stands for the reward of a continuation that was cut off, as of a response (train.truncated=penalise); None =
+    """Reward of a continuation that was cut off, as of a response (train.truncated=penalise); None =
     its own reward does."""
     between_steps: Callable[[], None] | None = None
     _breaks: dict[int, bool] = field(default_factory=dict)

@@ -53,7 +53,7 @@ from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 logger = logging.getLogger("tba.tasks")
 
 RESPONSES_AT_ONCE = 256
-"""Number of responses that the start model scores together, between two signs of life."""
+"""Number of responses that the start model scores together, between two heartbeats."""
 
 Components = Mapping[str, float | None]
 """Reward components by name of one sample that has a reward."""
@@ -261,7 +261,7 @@ def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequ
 
 
 def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:
-    """Slices of `size`, with a sign of life before each: what scores many responses at once may take minutes."""
+    """Slices of `size`, with a heartbeat before each: what scores many responses at once may take minutes."""
     for start in range(0, count, size):
         if between_steps is not None:
             between_steps()

@@ -79,7 +79,7 @@ NOT_WORKED_OUT = re.compile(
     rf"(?:\\?[%)}}$])* *(?:[+*×÷·]|-(?! )|- (?={CURRENCY}?[0-9(])|/(?=[ 0-9(])|\\(?:times|cdot|div|pm)|x(?= ?[0-9]))"
     rf" *(?:[-($]|\\\$)*[0-9]"
 )
-"""What follows a number that is only the first one of a sum or product."""
+"""Text after a number that is only the first one of a sum or product."""
 MARKDOWN = re.compile(r"\*\*+|__+|`")
 FRACTION = re.compile(r"(?P<before>[0-9] *)?\\[dtc]?frac *(?:\{ *([^{}]*?) *\}|([0-9])) *(?:\{ *([^{}]*?) *\}|([0-9]))")
 UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:\{[^{}]*\}|[-+]?[0-9]+)")

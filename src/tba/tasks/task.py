@@ -56,7 +56,7 @@ class Rewards(Protocol):
 
 
 BetweenSteps = Callable[[], None]
-"""Function called between decode steps and between parts of a long scoring: a sign of life for processes that wait."""
+"""Function called between decode steps and between parts of a long scoring: a heartbeat for processes that wait."""
 
 KeepResponses = Callable[[str, Sequence[FinishedGroup], Sequence[Sequence[Outcome]], Sequence[Sequence[bool]]], None]
 """Function that is given the responses of an evaluation: (greedy or sampled, groups, their outcomes, whether solved)."""

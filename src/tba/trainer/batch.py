@@ -243,7 +243,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
 
 
 def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-    """What the collapse guard looks at, of all sampled responses: where equal-reward groups or cut-off responses lose their
+    """Metrics of all sampled responses, for the collapse guard: where equal-reward groups or cut-off responses lose their
     weight, those that count look well until none is left."""
     return _means(batch, log_pi_N, batch.sampled_PK)
 

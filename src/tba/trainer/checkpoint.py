@@ -51,8 +51,8 @@ class CorruptCheckpoint(RuntimeError):
 
 @dataclass
 class Checkpoints:
-    """Those of one run: checkpoints/step-N, of which the last `keep` stay and those that the collapse guard holds, and
-    best-step-N, the weights whose evaluation was the best so far."""
+    """The checkpoints of a run: checkpoints/step-N, of which the last `keep` stay and those that the collapse guard holds,
+    and best-step-N, the weights whose evaluation was the best so far."""
 
     folder: RunFolder
     model: PreTrainedModel

@@ -44,11 +44,11 @@ def mismatch_of_batch(batch: Batch, log_pi_N: Tensor, *, step: int) -> float | N
 
 @dataclass
 class MismatchProbe:
-    """Measures it on responses that arrive, every few steps."""
+    """Measures the distance on responses that arrive, every few steps."""
 
     policy: PolicyModel
     temperature: float
-    """That of the policy that is trained."""
+    """Sampling temperature of the policy in training."""
     published: Callable[[int], Weights | None]
     """The weights of a version as searchers got them, while they are still at hand."""
     every: int = EVERY_STEPS

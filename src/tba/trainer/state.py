@@ -49,7 +49,7 @@ CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 """How a value of each of these types is written as lists, dicts and arrays, and made of them again."""
 KINDS = {kind.__name__: kind for kind in CONTAINERS}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What a tensor is kept as, by the bytes of an element: NumPy, which writes the files, has no bfloat16."""
+"""Type that a tensor is saved as, by the bytes of an element: NumPy, which writes the files, has no bfloat16."""
 
 
 class Stateful(Protocol):

@@ -158,7 +158,8 @@ def _kept(value, column, cut, last_id, SHIFT: tl.constexpr):
 
 @triton.jit
 def _finite(peak):
-    """What may be subtracted: a chunk of which nothing is allowed has -inf as its largest logit, and -inf - -inf is NaN."""
+    """A maximum that may be subtracted: a chunk of which nothing is allowed has -inf as its largest logit, and -inf - -inf
+    is NaN."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 

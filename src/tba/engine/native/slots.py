@@ -166,7 +166,7 @@ class SlotTable:
 
 
 class SlotState:
-    """What the device knows of each slot, as columns of two tables (two copies place a new response, whatever it needs).
+    """State of each slot on the device, as columns of two tables (two copies place a new response, whatever it needs).
 
     ids: token to be fed next; positions: its place in prompt + response; num_tokens: response tokens so far, prefix
     included; limits: response tokens allowed; keys: of the random numbers; done: 1 = the response is complete, or there

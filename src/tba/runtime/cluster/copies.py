@@ -45,14 +45,15 @@ BLOCK_BYTES = 32 * 2**20
 COPIED = ("step-", "best-step-")
 """Beginnings of the names of the checkpoints that are copied: not of those whose evaluation has not come."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json")
-"""What is copied besides. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than it."""
+"""Other files that are copied. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than
+it."""
 
 
 # On the trainer's node
 
 
 def what_is_there(folder: RunFolder) -> dict[str, str]:
-    """What a run folder holds of what is copied: checkpoints with the checksum of their manifest, and whether the run has
+    """Copied parts of a run folder: checkpoints with the checksum of their manifest, and whether the run has
     begun. {"config.yaml": "", "checkpoints/step-20": "5f3a..."}"""
     found = {folder.config.name: ""} if folder.config.is_file() else {}
     if folder.summary.is_file():

@@ -5,7 +5,7 @@ The supervisor starts the trainer. The trainer's process joins the cluster itsel
 actors when that process is gone.
 
 One call at a time takes the shared counters to a role's node and brings back what the role has sent and its part of the
-shared counters; another one takes messages to it. Signs of life are numbers that rise, never times: clocks of two nodes
+shared counters; another one takes messages to it. Heartbeats are numbers that rise, never times: clocks of two nodes
 are not compared.
 """
 
@@ -128,7 +128,7 @@ class ClusterRole:
             raise BrokenPipeError from error
 
     def _exchange(self) -> None:
-        """Bring frames and signs of life."""
+        """Bring frames and heartbeats."""
         try:
             found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid

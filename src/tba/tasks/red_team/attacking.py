@@ -47,7 +47,7 @@ SUCCESS = 0.5
 DEFAULT_ATTACKS = 1024
 """Number of attacks in an evaluation where evaluate.samples_per_prompt is 0: the paper's."""
 ATTACKS_AT_ONCE = 64
-"""Number of attacks that are judged together, between two signs of life."""
+"""Number of attacks that are judged together, between two heartbeats."""
 ALL = "_all_attacks"
 """End of the names of diversity metrics that failed attacks count in too."""
 SHORT_REWARD = -25.0

@@ -188,7 +188,7 @@ class RewardFunction:
         return list(result)
 
     def _extras(self) -> dict[str, Any]:
-        """What TRL hands to a reward besides. What it logs stands in the log of the rewards, with the step."""
+        """Further arguments that TRL gives to a reward. Values that it logs are in the log of the rewards, with the step."""
 
         def log(name: str, value: Any) -> None:
             print(f"step {self.step}: {name} = {value}", flush=True)

@@ -246,7 +246,7 @@ def wins(scores: np.ndarray, reference_scores: np.ndarray) -> np.ndarray:
 
 
 def claims(text: str) -> tuple[list[Fact], int]:
-    """What a text claims, in order, and how many of its words claim nothing.
+    """Claims of a text, in order, and the number of its words that claim nothing.
 
     claims("so day friday noon") == ([("day", "friday")], 2)
     """

@@ -50,7 +50,7 @@ PROMPT_COLUMNS = ("query", "prompt")
 REFERENCE_COLUMNS = ("reference_response", "reference", "summary")
 """Columns of the reference summary; the first that a row has counts."""
 SUMMARIES_AT_ONCE = 64
-"""Number of summaries that are scored together, between two signs of life."""
+"""Number of summaries that are scored together, between two heartbeats."""
 
 ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray]
 """Function from posts, summaries and whether each ended by itself to scores, float64 [N]."""
