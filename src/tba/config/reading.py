@@ -111,7 +111,7 @@ def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str,
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings that a value gives: {"train": {"settle": 0}} gives train.settle."""
+    """The settings that a value gives: {"train": {"max_steps": 5}} gives train.max_steps."""
     if not isinstance(value, Mapping):
         yield key, value
         return

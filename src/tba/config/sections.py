@@ -135,13 +135,13 @@ class SearchConfig(Section):
     shuffle: bool = True
     """Whether prompts are drawn in random order; False = in the order of the data."""
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Deadline of a reward call for the samples of one rollout; one that takes longer is killed and its samples are dropped.
-    A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
+    """Deadline of a reward call for the samples of one rollout. A call that takes longer is killed, and its samples are
+    dropped. A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
     reward_workers: int | None = Field(default=None, ge=1, le=256)
-    """Number of processes in which a searcher has its rewards called, each one rollout at a time; they are started where
-    rollouts wait for one. A reward that waits (a remote judge) wants as many as the judge answers at once, shared by the
-    searchers; one that computes wants no more than there are cores. Each imports the reward's file. None = 1, or 8 where
-    every reward is `async def`."""
+    """Number of processes in which a searcher calls its rewards, each for one rollout at a time. They start where rollouts
+    wait for one. A reward that waits (a remote judge) needs as many as the judge answers at once, shared by the searchers. A
+    reward that computes needs no more than there are cores. Each imports the reward's file. None = 1, or 8 where every
+    reward is `async def`."""
     reward_environment: tuple[str, ...] = ()
     """Names of environment variables that rewards get although they look like secrets, such as [OPENAI_API_KEY]. All others
     that do (TOKEN, KEY, SECRET, PASSWORD, CREDENTIAL, AUTH in the name, AWS_*, AZURE_*) are kept from the processes of
@@ -265,10 +265,10 @@ class TrainConfig(Section):
     """Number of steps after which a batch is trained a second time; 0 = never. The second update is made between two
     steps, and max_steps does not count it. In mode=async it is made only in time that the trainer would spend waiting. It is
     left out while each of the last eight batches was there in time; a trainer that is the bottleneck makes none.
-    So many batches are kept in the host's memory and in checkpoints. None = 3 for objectives that bound the push of stale
-    responses (tb), where the rate is auto, the policy computes in fp32 (as on a CPU; not on Ray nodes, unless model.dtype or
-    model.device says so), only the policy's own responses are trained on, and no setting of replay says how often or how
-    late a response may be trained; otherwise 0. In bf16 it gained nothing."""
+    So many batches are kept in the host's memory and in checkpoints. None = 3 or 0. It is 3 for objectives that bound the
+    push of stale responses (tb), where the rate is auto, the policy computes in fp32 and only its own responses are trained
+    on. No setting of replay may then say how often or how late a response is trained. fp32 is the dtype on a CPU, but not on
+    Ray nodes, unless model.dtype or model.device says so. In bf16 the second update gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = the rate at which each update moves the policy as far
     as target_drift says; over the last half of the run it falls to zero."""
@@ -359,17 +359,17 @@ class RuntimeConfig(Section):
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
     on this machine. Only this run can reach it, and it ends with the run."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
-    shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one
-    for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a
-    role on a GPU or a Ray cluster, where a process takes up as many CPUs of its node. More threads than free cores make all
-    of them slow. A trainer on a CPU computes its micro-batches side by side with so many workers, each a single thread. With
-    None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
-    otherwise one for each of its threads."""
+    """Number of threads with which each process computes a product of matrices. None = the cores of the machine but one,
+    shared out among trainer and searchers, or all cores where that gives each two threads instead of one. A process that is
+    alone (sync runs, evaluations) then has all cores but one. None gives at most OMP_NUM_THREADS where that is set,
+    otherwise 16, and one to a role on a GPU or a Ray cluster. On a cluster a process takes up as many CPUs of its node. More
+    threads than free cores make all of them slow. A trainer on a CPU computes its micro-batches side by side with so many
+    workers, each a single thread. With None it has one worker for each core where it is alone or searchers have one thread,
+    within the same limits. Otherwise it has one for each of its threads."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every wait, which counts only while the awaited role does nothing, and for a heartbeat: a searcher that
-    shows none, also while it loads its model, is replaced, a trainer is killed and resumed. Raise it for a model that takes
-    longer to load or to compile."""
+    """Deadline of every wait, which counts only while the awaited role does nothing. It is also the longest time without a
+    heartbeat, even while a model loads: a silent searcher is replaced, and a silent trainer is killed and resumed. Raise it
+    for a model that takes longer to load or to compile."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Whether CUDA MPS lets roles on one GPU run side by side: auto = where a GPU is shared and it can be started. `tba
     doctor` says what it gains and risks."""

@@ -126,10 +126,10 @@ class TaskConfig(Section):
     """Where the held-out data is, a JSONL file; gsm8k, math: also a folder or hub name, for its test rows. None = custom:
     `eval_fraction` of the data, chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What happens with rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or
-    over-long prompt, an id twice, no answer to compare with): stop = an error with file, line and reason of the first and
-    the number of the others; skip = leave them out, with one warning that counts them. There is no `data` section: what
-    concerns the data stands here."""
+    """What happens with bad rows: stop = an error with file, line and reason of the first and
+    the number of the others; skip = leave them out, with one warning that counts them. A row is bad with broken UTF-8
+    or JSON, a column that is missing or of a wrong type, an empty or over-long prompt, an id that occurs twice, or no answer
+    to compare with. There is no `data` section: settings of the data are here."""
     eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of the prompts of custom that is held out when there is no eval_data; 0 = no evaluation."""
     rewards: tuple[RewardConfig, ...] = ()

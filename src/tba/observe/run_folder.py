@@ -1,12 +1,12 @@
-"""The folder of a run: its paths, the lock on it, what a run writes there, and what a new run of its name may replace.
+"""The folder of a run: its paths, its lock, its files, and the files that a new run of its name may replace.
 
 The process that owns the run (`tba train`, or the Python process of a script) holds a lock on a file in the folder for the
-length of the run, so that no two runs share it; the kernel frees it when that process is gone. The content of the file is
-for messages, and tells a trainer that the folder is its own supervisor's:
+length of the run, so that no two runs share it. The kernel frees the lock when the process ends. The content of the file is
+for messages. A trainer also finds its own supervisor there:
 
     {"pid": 4711, "host": "node7", "time": 1790000000.0}
 
-`overwrite=true` removes what a run has written, and never a folder with anything else in it.
+`overwrite=true` removes the files that a run has written, and never a folder with other files in it.
 """
 
 from __future__ import annotations

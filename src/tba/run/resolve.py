@@ -23,7 +23,7 @@ the paper uses instead stands in its config files. Those of settings that have a
                                             quickstart (400 steps) stays above 86% from step 100 on instead of 76%
     the rate falls over the last half       bench with the rate before this one, and the embedded maths task, where
                                             evaluations stop swinging
-    train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points
+    train.samples_per_prompt 8              docs/results.md: 4 and 8 do not differ, 16 and 32 lose 2 and 4 points
     train.publish_every 1                   docs/results.md: 4 costs 2.5 points, 16 costs 9
     train.max_grad_norm 1                   the field's; gradients are in reward units, so it means the same at every beta
     train.adam_betas .9, .999               the field's; .99 within noise on the bench
