@@ -1,7 +1,7 @@
 """Joining a Ray cluster, or starting a private one, so that only holders of its token can reach it.
 
-Whoever reaches a Ray port can run code there. So a cluster is joined only with token authentication on, and a private one is
-bound to loopback, has a token of its own, no dashboard, and sends no usage statistics.
+Any client that reaches a Ray port can run code there. So a cluster is joined only with token authentication on, and a
+private one is bound to loopback, has a token of its own, no dashboard, and sends no usage statistics.
 """
 
 from __future__ import annotations
