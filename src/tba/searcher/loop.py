@@ -1,6 +1,6 @@
-"""The searcher: explore with the weights at hand, score, send; how a finished group becomes trajectories (log-probs from the
-frozen reference; responses whose reward failed are dropped and counted); and how a searcher is made from a config.
-"""
+"""The searcher: it generates with the weights it has, scores, and sends. A finished group becomes trajectories with
+log-probs of the frozen reference. Responses whose reward failed are dropped and counted. A searcher is also made from a
+config here. """
 
 from __future__ import annotations
 

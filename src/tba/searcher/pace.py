@@ -58,17 +58,17 @@ class PromptStream:
 
 @dataclass
 class PacedRollouts:
-    """Prompts in order, each as soon as the weights are new enough for it.
+    """Prompts in order. Each starts as soon as the weights are new enough for it.
 
     Rollout n of the run is trained at step U (n // P) or later, where U steps train on the same groups, so its
     weights must be of version U (n // P) - limit at least. Rollouts whose responses were all lost to their reward do not
-    count: batches are filled by those that come after them. Without a limit every rollout may start at once.
+    count: later rollouts fill their batches. Without a limit every rollout may start at once.
 
-    The limit follows what a rollout takes, so that a batch is complete as the step before it begins: what is complete
-    earlier would only be older when it is trained. Of a limit of 1.3 a rollout may use 2 if it is in the first .3 of
-    its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds it up is
-    never the pace; where it goes on waiting and this searcher has nothing to do, the limit is max_lag, which it never
-    exceeds: another searcher may be slow, or gone, with the rollouts that it waits for.
+    The limit follows the length of a rollout, so that a batch is complete as the step before it begins. A batch that is
+    complete earlier would only be older when it is trained. Of a limit of 1.3 a rollout may use 2 if it is in the first .3
+    of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that the pace never delays
+    it. If it goes on waiting and this searcher is idle, the limit is max_lag: another searcher may be slow, or dead, with
+    the rollouts that the trainer waits for. The limit never exceeds max_lag.
     """
 
     prompts: PromptStream
@@ -78,23 +78,23 @@ class PacedRollouts:
     max_lag: int | None
     """Largest number of versions that a rollout's weights may lag behind; None = no pace limit."""
     most_lag: Callable[[], float]
-    """The same by the length of the trainer's updates: long ones leave little of what was begun before them."""
+    """The same by the length of the trainer's updates: the longer they are, the sooner a response is too old."""
     spare_lag: int
-    """The limit is this and what recent rollouts took, at most max_lag."""
+    """The limit is this plus the versions that passed during recent rollouts, at most max_lag."""
     rollout_lag: Callable[[], float]
     """Number of versions that came while recent rollouts of this searcher were made: written, rewarded and sent."""
     trainer_waits: Callable[[], bool]
     """Whether the trainer waits for responses."""
     max_unscored: int
-    """Rollouts that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
+    """Most rollouts that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
     version: Callable[[], int]
     """Version of the weights in use."""
     generated: Callable[[], int]
-    """Rollouts of this searcher whose responses are complete."""
+    """Number of this searcher's rollouts whose responses are complete."""
     unscored: Callable[[], int]
-    """Rollouts that wait for their rewards."""
+    """Number of rollouts that wait for their rewards."""
     lost: Callable[[], int]
-    """Rollouts of the run that brought nothing to train on."""
+    """Number of the run's rollouts that brought nothing to train on."""
     tick: Callable[[], None]
     """Handles messages and loads newer weights."""
     row: RoleCounters

@@ -1,9 +1,9 @@
-"""The trainer: take in what arrived, train an earlier batch again, sample, step, publish.
+"""The trainer: take in arrived groups, train an earlier batch again, sample, step, publish.
 
 It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
 groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since they are not
-generated a second time. They are removed where searcher and trainer take turns, which generates them again, token by
-token; and after a collapse, or where an earlier checkpoint was named, because the policy that generated them is given up.
+generated a second time. Where searcher and trainer take turns they are removed, since they are generated again, token by
+token. They are also removed after a collapse or a resume from an earlier checkpoint, whose later policy is given up.
 """
 
 from __future__ import annotations
