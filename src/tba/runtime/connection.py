@@ -254,7 +254,7 @@ class TrainerConnection:
         stock: int,
         note: Callable[[TrajectoryGroup], None] | None = None,
     ) -> None:
-        """`stock` rollouts are kept at hand; `note` is called with each group whose acknowledgement arrives."""
+        """`stock` rollouts are kept ready; `note` is called with each group whose acknowledgement arrives."""
         self._link = link
         self._note = note
         self._counters = SharedCounters(SharedMemory.attach(handle.counters))

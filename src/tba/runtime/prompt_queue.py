@@ -1,7 +1,7 @@
-"""Which prompt is drawn next, and by whom: rollouts are handed out as leases, and those of a searcher that is gone are
-handed out again.
+"""The prompt queue: it draws prompts and hands rollouts out to searchers as leases. The rollouts of a searcher that has
+ended are handed out again.
 
-There is one prompt queue in a run, with the trainer, so that a checkpoint holds where every rollout stands. All prompts
+A run has one prompt queue, which lives with the trainer, so a checkpoint has the state of every rollout. All prompts
 are drawn once an epoch, in an order drawn from (seed, epoch).
 """
 
@@ -43,14 +43,14 @@ class PromptQueue:
         self._handed_out = 0
         """Number of the next new rollout."""
         self._leased: dict[str, dict[int, RolloutRequest]] = {}
-        """By holder and number: rollouts whose group has not arrived."""
+        """Rollouts whose group has not arrived, by holder and number."""
         self._handed_back: list[RolloutRequest] = []
         self.num_lost = 0
-        """Number of rollouts of which every response was lost to its reward: what comes after them fills their batches."""
+        """Number of rollouts that lost every response to its reward. Later rollouts fill their batches."""
         self._lock = threading.Lock()
 
     def lease(self, holder: str, count: int) -> list[RolloutRequest]:
-        """The next rollouts for a searcher: first those that others did not finish."""
+        """The next rollouts for a searcher. Rollouts that another searcher did not finish come first."""
         with self._lock:
             self._handed_back.sort()
             rollouts, self._handed_back = self._handed_back[:count], self._handed_back[count:]
@@ -59,10 +59,10 @@ class PromptQueue:
             return rollouts
 
     def complete(self, number: int, *, is_lost: bool = False) -> None:
-        """The group of a rollout has arrived, from any searcher; `is_lost` says that it has no response."""
+        """Close a rollout whose group has arrived, from any searcher. `is_lost`: the group has no response."""
         with self._lock:
             # A prompt queue from an older checkpoint learns here of rollouts that were handed out after it, from stored
-            # groups. No such number may be handed out as a new one; those before it are open.
+            # groups. Such a number must not be handed out as a new one. Numbers before it are open.
             while self._handed_out <= number:
                 self._handed_back.append(self._next())
             if self._take_back(number):
@@ -101,7 +101,8 @@ class PromptQueue:
             self._leased, self._handed_back = {}, [RolloutRequest(**rollout) for rollout in state["open"]]
 
     def _take_back(self, number: int) -> bool:
-        """The rollout of a number has no holder from now on; False = its group arrived before, or it is none of ours."""
+        """Take the rollout of a number from its holder. False = its group arrived before, or the number is not of this
+        run."""
         found = [rollout for rollout in self._handed_back if rollout.number == number]
         if found:
             self._handed_back.remove(found[0])
@@ -124,11 +125,11 @@ class PromptQueue:
 
 
 class RolloutSource:
-    """Rollouts at hand for a searcher, the earliest first: more are asked for before they run out."""
+    """Stock of rollouts for a searcher, the earliest first. It asks for more before it runs out."""
 
     def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
-        """`ask` asks the trainer for so many rollouts; they arrive by `add`. `size` rollouts are kept at hand: as many
-        as are begun while the trainer is busy with a step."""
+        """`ask` asks the trainer for so many rollouts; they arrive by `add`. `size` is the stock: as many
+        rollouts as are begun while the trainer is busy with a step."""
         self._ask = ask
         self._size = size
         self._rollouts: list[RolloutRequest] = []
@@ -142,13 +143,13 @@ class RolloutSource:
         return source
 
     def add(self, rollouts: Sequence[RolloutRequest]) -> None:
-        """Rollouts that were asked for, or that another searcher left behind."""
+        """Take in rollouts that were asked for, or that another searcher did not finish."""
         for rollout in rollouts:
             heapq.heappush(self._rollouts, rollout)
         self._coming = max(0, self._coming - len(rollouts))
 
     def peek(self) -> RolloutRequest | None:
-        """The next rollout; None = none is at hand, but one was asked for."""
+        """The next rollout; None = the stock is empty, but more were asked for."""
         lacking = self._size - len(self._rollouts) - self._coming
         if lacking > self._size // 2:
             self._coming += lacking
@@ -156,6 +157,6 @@ class RolloutSource:
         return self._rollouts[0] if self._rollouts else None
 
     def take(self) -> RolloutRequest:
-        """The rollout that peek shows."""
+        """Take the rollout that peek shows."""
         self.peek()
         return heapq.heappop(self._rollouts)

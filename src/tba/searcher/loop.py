@@ -1,6 +1,6 @@
 """The searcher: it generates with the weights it has, scores, and sends. A finished group becomes trajectories with
 log-probs of the frozen reference. Responses whose reward failed are dropped and counted. A searcher is also made from a
-config here. """
+config here."""
 
 from __future__ import annotations
 

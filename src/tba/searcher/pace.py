@@ -37,7 +37,7 @@ class PromptStream:
         self._samples_per_prompt = samples_per_prompt
 
     def peek(self) -> RolloutRequest | None:
-        """The next rollout; None = none is at hand now."""
+        """The next rollout; None = there is none now."""
         return self._rollouts.peek()
 
     def __iter__(self) -> Iterator[Request]:

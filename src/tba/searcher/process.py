@@ -47,7 +47,7 @@ from tba.types import Weights
 logger = logging.getLogger("tba.searcher")
 
 STEPS_AT_HAND = 2
-"""Rollouts that a searcher has at hand, in steps' worth: the trainer answers for more only between two steps."""
+"""Stock of rollouts of a searcher, in batches. The trainer hands out more only between two steps."""
 MAX_UNCHECKED = 4
 """Versions in a row that may be used and overtaken before their canary comes."""
 

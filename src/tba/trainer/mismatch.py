@@ -50,7 +50,7 @@ class MismatchProbe:
     temperature: float
     """Sampling temperature of the policy in training."""
     published: Callable[[int], Weights | None]
-    """The weights of a version as searchers got them, while they are still at hand."""
+    """The weights of a version as searchers got them, as long as they are kept."""
     every: int = EVERY_STEPS
     _due: int = field(default=0, init=False)
     """Step from which on responses are scored again."""
