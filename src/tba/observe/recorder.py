@@ -1,5 +1,5 @@
-"""Everything a run writes about itself: metrics, samples, progress, summary; by its training clock (TrainingClock), and with
-a caller of `train` that listens (RunListener)."""
+"""The recorder: everything a run writes about itself, as metrics, samples, progress and summary. TrainingClock counts its
+seconds, and a caller of `train` gets callbacks through RunListener."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class PastLine:
 
 @dataclass
 class RunListener:
-    """Hears what happens, in the process of the trainer. Each method does nothing; override those you need. The wishes are
-    looked at after every step."""
+    """Callbacks of a run, in the process of the trainer. Each method does nothing; override those you need. The fields are
+    requests, which the run reads after every step."""
 
     stop: bool = False
     """Whether the run is to end after this step, as if it were the last."""

@@ -1,5 +1,5 @@
-"""Which responses a batch gets: GroupQueue takes groups in the order of their arrival, MixedRule draws them by the paper's
-rule; and what both choose from: a prompt's stored responses, and prompts drawn without replacement across batches.
+"""The draw of a batch. GroupQueue takes groups in the order of their arrival, and MixedRule draws them by the paper's rule.
+Both choose from the stored responses of prompts, and from prompts drawn without replacement across batches.
 
 A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses. K
 responses are drawn without replacement; where there are fewer than K, all of them and no more: a response that came twice

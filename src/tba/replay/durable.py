@@ -1,6 +1,6 @@
 """The durable replay: every group that the trainer accepts, in a SQLite file that any client can open.
 
-A background thread writes groups in batches; a group is acknowledged to its searcher only when it is committed. The highest
+A background thread writes groups in batches. A group is acknowledged to its searcher only when it is committed. The highest
 group number of each incarnation of a sender is written in the same transaction: no group id is stored twice. Rows leave in
 the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again, so that the file
 stops growing. database.py has the schema and reads the file, columns.py makes the bytes of a group.

@@ -1,4 +1,4 @@
-"""A run: model and task, the roles of either mode, its steps and evaluations, and how it is interrupted.
+"""A run: model and task, the roles of either mode, its steps, evaluations and interrupts.
 
 `mode=async` has searchers in processes of their own, and no barrier. In `mode=sync` and `mode=fixed_lag` searcher and
 trainer take turns in this process.

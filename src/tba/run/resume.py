@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint it goes on from, and which settings may have changed since it was started."""
+"""Resuming a run: the checkpoint from which it continues, and the settings that may have changed since its start."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A run and who watches it: `tba train` is a supervisor with the trainer as a child, resumed when it dies. `train(config)`
-from Python has the trainer in the caller's process, and a thread beside it that writes its status.
+"""The supervisor of a run. `tba train` is a supervisor with the trainer as its child, and resumes the trainer when it dies.
+`train(config)` from Python has the trainer in the caller's process, and a thread beside it that writes its status.
 
-The supervisor holds nothing that a run could lose. When the trainer is gone its searchers end too, and the run goes on from
-the newest checkpoint and the durable replay, as a resume does.
+The supervisor holds nothing that a run could lose. When the trainer dies its searchers end too. The run then continues
+from the newest checkpoint and the durable replay, as a resume does.
 
 Nothing here imports torch: Ctrl-C and `tba status` work from the first moment, and the imports of all roles happen once, in
 the process that they are forked from.

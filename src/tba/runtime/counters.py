@@ -1,6 +1,6 @@
-"""Numbers that all roles see at once, in shared memory: who is where, and who waits for whom.
+"""Shared counters: numbers in shared memory that all roles see at once, such as their state and their waits.
 
-Each number has one writer. Reading never waits; a reader may see one number newer than another.
+Each number has one writer. Reading never waits. A reader may see one number newer than another.
 """
 
 from __future__ import annotations

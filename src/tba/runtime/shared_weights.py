@@ -1,9 +1,9 @@
 """Weights between processes: two shared buffers (weight_memory.py), written in turn by the trainer, copied out by searchers.
-Nobody decodes from a buffer.
+No engine decodes from a buffer.
 
 Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
 lets the other process read them, and weights go from device to device. There a reader copies and checks on a stream of its
-own, beside the decode steps that are under way: it waits for the copy, not for them.
+own, beside the decode steps that are under way: it waits for the copy, not for the steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.max_lag has emptied it), and for
+"""The trainer's two waits: for a buffer that fills a batch (at the start, and after replay.max_lag has emptied it), and for
 new responses at the replay-ratio limit."""
 
 from __future__ import annotations
