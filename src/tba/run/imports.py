@@ -7,10 +7,10 @@ One JSON object per line:
     {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
 
 A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
-EOS; `completion_ids` are taken as they are, whatever text stands beside them, and when they do not end with a stop token
-they count as cut off, for the task's reward too, unless `finish` says that they ended (`stop`) or were cut off (`length`).
-`tba replay RUN --export` writes such files. Rewards are computed unless given, reference log-probs always. Nobody knows how
-likely these responses were when they were made: behaviour and policy log-probs are NaN.
+EOS. `completion_ids` are taken as they are, and text beside them is not read. `finish` says whether they ended (`stop`) or
+were cut off (`length`). Without it, ids that do not end with a stop token count as cut off, for the task's reward too.
+`tba replay RUN --export` writes such files. Rewards are computed unless given, reference log-probs always. The policy that
+made these responses is unknown, so behaviour and policy log-probs are NaN.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ Tokens are chosen with the log-probs of a searcher's engine and trained with tho
 be the same policy; other kernels, another precision, a cache or weights that did not arrive make them two. Each response
 carries the engine's log-probs, so one more evaluation of it by the trainer, with the same version, gives their KL.
 
-Where the roles take turns a batch is of the version that is trained, and its log_pi is there. In an asynchronous run it is
-older: now and then a few responses are scored when they arrive, with the weights that the slots still hold of their version.
-There, with weights that arrive in flight, a prompt that waits keeps the keys and values that older weights made, and a
-response that begins after newer ones came is of one version all the same: this, too, is in the figure. observe/watches.py
-warns when it rises.
+Where the roles take turns, a batch is of the version that is trained, and its log_pi is there. In an asynchronous run a
+batch is older. Now and then a few responses are then scored as they arrive, if the buffers still hold the weights of their
+version. Weights may arrive in flight. A prompt that waits then keeps keys and values of older weights, although its response
+counts as one of the newer version. The figure includes this difference. observe/watches.py warns when it rises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CUDA graphs: decode steps over the slots, and the loading of new weights, captured once and replayed.
 
-A decode step is few kernels; several are run before the host takes a snapshot of the slots. Every kernel reads positions,
-page tables and stop flags on the device, so one graph per number of slots and way of reading pages serves all lengths, and a
-slot that is done stands still until the host takes its response. New weights are copied into the tensors the graphs read,
+A decode step is few kernels. Several steps run before the host takes a snapshot of the slots. Every kernel reads positions,
+page tables and stop flags on the device. So one graph for each number of slots and way of reading pages serves all lengths.
+A finished slot is idle until the host takes its response. New weights are copied into the tensors the graphs read,
 and pages never move: nothing is captured again.
 """
 
