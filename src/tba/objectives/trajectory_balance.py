@@ -41,7 +41,8 @@ ROUNDING = 0.02
 LARGEST_TOKEN_KL = 10.0
 """Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
 USUAL = 1.5
-"""Drifts of one update that no gradient is masked for: where updates are long, most of a drift is what all have."""
+"""Multiple of the drift by one update below which no gradient is masked. Where updates are long, most of a response's drift
+is common to all."""
 TrustRegion = Literal["response", "token", "taper", "none"]
 """Trust region: the rule that bounds the gradient of a response on stale data; see `gradient_share`."""
 
@@ -190,28 +191,27 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float) -> L
 def gradient_share(
     batch: Batch, log_pi_N: Tensor, push_up_PK: Tensor, *, rule: TrustRegion, max_drift: float
 ) -> Tensor:
-    """[N] in 0 to 1: how much of its gradient each token keeps. `log_pi_N` carries no gradient.
+    """Share [N] of its gradient that each token keeps, in 0 to 1. `log_pi_N` carries no gradient.
 
-    TB's gradient pushes a response up or down by its residual and no importance weight appears. On fresh data that is safe:
-    a response that the policy gives up is hardly sampled again. On stale data it is not: a wrong response that was sampled
-    once is pushed down in every further rollout although the policy would not produce it any more, up to r / beta nats, and
-    what it shares with right ones goes down with it. (On sort_digits of the bench exact TB ended at .43 at a lag of 3 steps
-    where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
+    TB's gradient pushes a response up or down by its residual, without an importance weight. On fresh data that is safe: a
+    response that the policy gives up is hardly sampled again. On stale data it is not. A wrong response that was sampled
+    once is pushed down each time it is trained, by up to r / beta nats, although the policy would not produce it any more.
+    Tokens that it shares with right responses go down with it. (On sort_digits of the bench exact TB ended at .43 at a lag
+    of 3 steps where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
 
-    So the push of a response is measured by its drift, log_pi now - log_pi when it was generated, and ends once the policy
-    has gone far enough in the push's own direction:
+    So the push of a response is measured by its drift, log_pi now - log_pi when it was generated. Its gradient is masked
+    once the policy has moved far enough in the direction of the push:
 
         response    no gradient once drift exceeds max_drift * sqrt(entropy) upwards for a push up, or downwards for a push
                     down; entropy is the mean of -log_pi over the prompt's responses when they were generated
         token       the same for each token alone, with max_drift itself (PPO's clip)
         taper       a push down is weighted by min(1, exp(drift)), a push up is left alone (TOPR, arXiv 2503.14286)
-        exact       trajectory balance as it is
+        none        trajectory balance as it is
 
-    A masked response still counts in its prompt's log Z. The root of the entropy is about how far the
-    log-probs of a policy's own samples lie apart, and the learning rate follows it too (trainer/learning_rate.py): short
-    and long responses, sure and unsure policies are masked alike. Two things are no reason to mask a response: what
-    one update moves all responses by (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square
-    root of the tokens (ROUNDING).
+    A masked response still counts in its prompt's log Z. The log-probs of a policy's own samples differ by about the root of
+    the entropy, and the learning rate follows that root too (trainer/learning_rate.py). So short and long responses, sure
+    and unsure policies are masked alike. Two kinds of drift mask no response: the change of all responses by one update
+    (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square root of the tokens (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is masked.

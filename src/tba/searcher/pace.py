@@ -1,8 +1,8 @@
 """The next rollout of a searcher: its prompt, the moment it may start, and the sampling of its responses.
 
-Rollouts are leased from the trainer (runtime/prompt_queue.py), so that no two searchers make the same one; the pace
-limit keeps the lag within replay.max_lag. Off-policy exploration is optional: rollouts that sample at another
-temperature, and responses of the reference beside those of the policy, which do not narrow as the policy does.
+Rollouts are leased from the trainer (runtime/prompt_queue.py), so no two searchers make the same one. The pace limit keeps
+the lag within replay.max_lag. Off-policy exploration is optional. It samples some rollouts at another temperature, or adds
+responses of the reference, which does not narrow as the policy does.
 """
 
 from __future__ import annotations

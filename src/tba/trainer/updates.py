@@ -1,10 +1,9 @@
 """The updates of a step: one on the new batch, and one more on the batch of some steps ago.
 
-A response has more to give than one update takes from it, and trajectory balance may take it later: with
-train.second_update_after=n, a batch is trained a second time n steps after its first. Not at once, where the second update
-follows the noise of the first (notes/). Where the roles take turns, it comes before the next batch is generated. In an
-asynchronous run it comes before the next batch is waited for, and only where the trainer has to wait (trainer/loop.py).
-"""
+A batch holds more signal than one update uses, and trajectory balance can use it later. With train.second_update_after=n, a
+batch is trained a second time n steps after its first. An immediate second update would follow the noise of the first
+(notes/). Where the roles take turns, it comes before the next batch is generated. In an asynchronous run it comes before the
+next batch is waited for, and only where the trainer has to wait (trainer/loop.py)."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ RECENT, LATE = 8, 0.1
 
 @dataclass
 class SpareTime:
-    """Whether an asynchronous trainer has time for second updates: one of the last batches was late. It was waited for, or
-    would have been. A trainer whose batches are all there in time is the bottleneck: a second update would cost it a new
-    batch."""
+    """Whether an asynchronous trainer has time for second updates. It has if one of the last batches was late, so that the
+    trainer waited or would have waited. A trainer whose batches are all there in time is the bottleneck: a second update
+    would cost it a new batch."""
 
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     step_seconds: float = 0.0
