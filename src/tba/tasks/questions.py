@@ -1,6 +1,6 @@
 """The base of tasks of questions with a stored answer: rows, splits and prompts.
 
-Held out are the test rows, or task.eval_data; data/prompts.py says which rows are trained and tuned on.
+The test rows are held out, or task.eval_data. data/make_prompt.py splits the other rows into train and validation.
 """
 
 from __future__ import annotations

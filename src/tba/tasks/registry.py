@@ -2,7 +2,7 @@
 task.name=file.py:Class.
 
 The task makes its own evaluator (`Task.make_evaluator`) and may have settings of its own (`Settings`, for task.settings).
-A start model in the package is a line in models/names.py.
+A start model in the package is a line in models/paths.py.
 """
 
 from __future__ import annotations
