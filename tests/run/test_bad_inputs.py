@@ -368,6 +368,11 @@ RUNS = {
         "every reward was None (not applicable) for 100 samples in a row",
     ),
     "a reward that always raises": (*rewards("def f(completions): raise KeyError('a')\n"), "r.py:1: KeyError: 'a'"),
+    "a reward that always raises, in small steps": (
+        [*own(reward="r.py:f"), "train.responses_per_step=4"],
+        {"r.py": "def f(completions): raise KeyError('a')\n"},
+        "20 searches in a row brought no response with a reward; the last: f failed at",
+    ),
     "a reward that raises a book": (
         *rewards("def f(completions): raise ValueError('y\\n' * 10**6)\n"),
         "more characters",
