@@ -47,6 +47,17 @@ def test_yaml_reads_scientific_numbers_in_a_file_too(tmp_path):
     assert (config.train.learning_rate.start, config.objective.beta.end) == (1e-5, 1e-2)
 
 
+def test_a_file_in_utf_16_is_read_too(tmp_path):
+    """Editors and shells of Windows write it, and YAML knows it by its mark."""
+    path = tmp_path / "run.yaml"
+    path.write_bytes("name: größer\ntrain: {max_steps: 3}\n".encode("utf-16"))
+    config = load_config(path)
+    assert (config.name, config.train.max_steps) == ("größer", 3)
+    path.write_bytes("name: größer\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"run\.yaml is not valid YAML: character 8 is not utf-8: invalid"):
+        load_config(path)
+
+
 def test_words_that_look_like_numbers_stay_words():
     assert [load_config(None, [f"name={name}"]).name for name in ("nan", "inf", "run-1e5")] == ["nan", "inf", "run-1e5"]
 

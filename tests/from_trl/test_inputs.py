@@ -11,7 +11,7 @@ import pytest
 import torch
 from script_rewards import flat, rows_of_want, sevens
 from trainers import ROWS
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from tba import TBAConfig, TBATrainer
 from tba.config import ConfigError, load_config
@@ -41,6 +41,7 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
     [
         ({"dev": [], "test": []}, r"row 0 of eval_dataset is a str: give rows, which are mappings with a `prompt`"),
         ({"prompt": ["a"]}, r"row 0 of eval_dataset is a str: give rows"),
+        (5, "eval_dataset is a int: give rows, which are mappings with a `prompt`"),
         ([{"prompt": "a", "image": b"x"}], r"row 0 of eval_dataset cannot be written as JSON"),
     ],
 )
@@ -186,18 +187,17 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"logging_steps": 1.5}, "logging_steps=1.5 is no number of steps: write a whole one"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is none of no, steps, epoch"),
         ({"eval_steps": "ten"}, "eval_steps='ten' is no number: write one"),
-        ({"num_generations": 0}, "one of these is of another kind .*: num_generations=0"),
+        ({"num_generations": 0, "seed": 3}, "^num_generations=0 cannot be used"),
+        ({"output_dir": 5, "seed": 3}, "^output_dir=5 cannot be used"),
         ({"train": {"samples_per_prompt": "x"}}, "num_generations: Input should be a valid integer"),
         (
             {"scale_rewards": "groups", "loss_type": "grpo"},
             'scale_rewards="groups" cannot be kept: use "group" or "none"',
         ),
         ({"train": {"ranks": "x"}}, r"ranks: Input should be a valid integer.* got 'x'"),
-        (
-            {"save_total_limit": [3]},
-            r"one of these is of another kind than its name asks for .*: save_total_limit=\[3\]",
-        ),
-        ({"report_to": 5}, "one of these is of another kind .*: report_to=5"),
+        ({"save_total_limit": [3]}, r"^save_total_limit=\[3\] cannot be used"),
+        ({"report_to": 5, "max_steps": 2}, r"^report_to=5 cannot be used \(.* not iterable\): docs/from_trl"),
+        ({"num_generations": 0, "report_to": 5}, r"^num_generations=0 or report_to=5 cannot be used"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
@@ -233,11 +233,16 @@ class Judge:
             {"reward_funcs": "sevens"},
             r"reward_funcs='sevens' is taken for .* a reward model \(a function is given itself, or as `file.py:name`\): ",
         ),
+        ({"reward_funcs": 5}, "reward_funcs is a int: give functions, `file.py:name`, or reward models"),
+        ({"reward_weights": 1.0}, "reward_weights=1.0 is no list of numbers: give one for each reward"),
+        ({"reward_weights": ["a"]}, r"reward_weights=\['a'\] is no list of numbers"),
+        ({"callbacks": [5]}, "callbacks is a int: give a list of transformers' TrainerCallbacks"),
+        ({"processing_class": 5}, "processing_class is a int: give a tokenizer, or its folder or hub name"),
         ({"processing_class": "tba:nothing"}, "is not shipped with the package"),
         ({"processing_class": "./nowhere"}, "processing_class='./nowhere': there is no such folder"),
     ],
 )
-def test_what_is_no_reward_or_tokenizer_is_refused_by_name(folder, tmp_path, given, message):
+def test_what_is_no_reward_callback_or_tokenizer_is_refused_by_name(folder, tmp_path, given, message):
     usual = {"reward_funcs": sevens, "args": TBAConfig(output_dir=tmp_path / "out"), "train_dataset": ROWS}
     with pytest.raises(ValueError, match=message):
         TBATrainer(str(folder / "model"), **(usual | given))
@@ -249,10 +254,21 @@ def test_a_model_without_a_head_is_refused_before_it_is_trained(folder, tmp_path
         TBATrainer(trunk, sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS)
 
 
+def test_a_model_of_the_package_may_have_a_tokenizer_of_its_own(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    args = TBAConfig(output_dir=tmp_path / "out")
+    trainer = TBATrainer("tba:arithmetic", sevens, args, ROWS, processing_class=tokenizer)
+    assert AutoTokenizer.from_pretrained(trainer.config.model.path).get_vocab() == tokenizer.get_vocab()
+
+
 def test_what_cannot_be_generated_is_refused_by_name(folder, tmp_path):
     trainer = TBATrainer(str(folder / "model"), sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS)
     with pytest.raises(ConfigError, match="prompts is a int: give a list"):
         trainer.generate(5)
+    with pytest.raises(ConfigError, match=r"prompts\[1\] is 5: give text or a list of chat messages"):
+        trainer.generate(["w5", 5])
+    with pytest.raises(ConfigError, match="num_generations=0 must be a whole number, at least 1"):
+        trainer.generate(["w5"], num_generations=0)
 
 
 def test_a_start_model_that_the_run_would_move_aside_is_refused(folder, tmp_path):

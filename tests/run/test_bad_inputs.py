@@ -76,6 +76,7 @@ CONFIGS = {
     "a name with a separator": (["name=a/b"], "name: 'a/b' cannot name a run folder"),
     "a name that goes up": (["name=.."], "name: '..' cannot name a run folder"),
     "a name of nothing": (["name=''"], "name: '' cannot name a run folder"),
+    "a name that no file system takes": (["name=" + "n" * 300], "has 300 bytes, and 200 are allowed"),
     "a rate that is a word": (
         ["train.learning_rate=fast"],
         "'fast' is not a number: write one, for example 1e-5, or auto",
@@ -148,6 +149,7 @@ CONFIGS = {
         ["search.reward_timeout_seconds=0"],
         "search.reward_timeout_seconds: Input should be greater",
     ),
+    "an option in the plural": (["--rewards", "r.py:f"], "there is no option --rewards: did you mean --reward?"),
     "an option that is none": (["--learning-rate", "1"], "did you mean train.learning_rate=...?"),
     "a logger that is not installed": (["observe.sinks=[wandb]"], "pip install wandb"),
     "an output that is a file": (["output=file.txt"], "file.txt is a file, not a folder"),
@@ -198,7 +200,12 @@ FILES = {
         {"d.jsonl.gz": ROW},
         "leave .gz out of its name if it is not",
     ),
-    "data in UTF-16": (own(data="utf16.jsonl"), {}, "utf16.jsonl line 1 is not valid UTF-8"),
+    "data in UTF-16": (own(data="utf16.jsonl"), {}, "utf16.jsonl is in UTF-16, and UTF-8 is needed: iconv -f UTF-16"),
+    "data with the line ends of old Macs": (
+        *data(ROW.replace("\n", "\r") * 2),
+        "d.jsonl ends its lines with \\r alone, and \\n is needed: tr",
+    ),
+    "a reward that is a class": (*rewards("class f:\n    pass\n"), "r.py:f': f is a class: name a function"),
     "a row with a key twice": (
         *data(ROW + '{"prompt": "w5", "prompt": "w6", "want": "w7"}\n'),
         "d.jsonl line 2 has the key 'prompt' twice: which value counts?",
@@ -247,6 +254,10 @@ FILES = {
     "data without the reward's column": (
         *data('{"prompt": "w5", "answer": "w7"}\n'),
         "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
+    ),
+    "data without TRL's column": (
+        *rewards("def f(completions, solution): return [1.0]\n"),
+        "which the reward f needs; it has prompt, want. And",  # `solution` is no slip of `completions`
     ),
     "data that git-lfs has not fetched": (*data(LFS), "d.jsonl is a pointer of git-lfs to the data: `git lfs pull`"),
     "a reward of the singular": (
@@ -357,6 +368,11 @@ RUNS = {
         "every reward was None (not applicable) for 100 samples in a row",
     ),
     "a reward that always raises": (*rewards("def f(completions): raise KeyError('a')\n"), "r.py:1: KeyError: 'a'"),
+    "a reward that always raises, in small steps": (
+        [*own(reward="r.py:f"), "train.responses_per_step=4"],
+        {"r.py": "def f(completions): raise KeyError('a')\n"},
+        "20 searches in a row brought no response with a reward; the last: f failed at",
+    ),
     "a reward that raises a book": (
         *rewards("def f(completions): raise ValueError('y\\n' * 10**6)\n"),
         "more characters",

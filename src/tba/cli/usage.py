@@ -194,7 +194,8 @@ def unknown_option(option: str, context: Any) -> str:
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
         also = "; settings are written section.key=value"
         answer = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")
-        exact = name in settings_by_name() or answer.startswith(f": {name} {TRL}")
+        is_plural = name.removesuffix("s") in (known.lstrip("-") for known in options)
+        exact = not is_plural and (name in settings_by_name() or answer.startswith(f": {name} {TRL}"))
         hint = answer if exact or (hint == "." and (MEANT in answer or TRL in answer)) else hint
     return f"there is no option {option}{hint} Options are {', '.join(options)}{also}."
 

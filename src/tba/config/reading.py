@@ -54,7 +54,7 @@ class OneValueLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str | bytes) -> Any:
     """The value that a YAML text holds."""
     try:
         return yaml.load(text, OneValueLoader)
@@ -153,8 +153,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         what = "is no regular file" if path.exists() else "does not exist"
         raise ConfigError(f"config file {path} {what}: give a YAML file, for example configs/arithmetic.yaml.")
     try:
-        data = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = read_yaml(path.read_bytes())  # as bytes, of which YAML reads UTF-16 too
+    except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {yaml_message(error)}") from None
     if data is None:
         return {}
@@ -165,6 +165,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def yaml_message(error: Exception) -> str:
     """An error of the YAML reader in one line: line 2, column 7: expected ',' or ']', but got '<stream end>'."""
+    if isinstance(error, yaml.reader.ReaderError):  # whose own text leaves out the encoding
+        return f"character {error.position} is not {error.encoding}: {error.reason}."
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     message = problem or " ".join(str(error).split())
     return f"line {mark.line + 1}, column {mark.column + 1}: {message}." if mark is not None else f"{message}."

@@ -25,6 +25,9 @@ from tba.config.sections import (
 )
 from tba.config.task import TaskConfig
 
+LONGEST_NAME = 200
+"""Bytes of the longest name of a run: file systems allow 255, and some files are named by it and more."""
+
 
 class Config(Section):
     """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
@@ -62,6 +65,8 @@ class Config(Section):
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
                 "folder that it lies in is output=..."
             )
+        if name is not None and (size := len(name.encode(errors="replace"))) > LONGEST_NAME:
+            raise ValueError(f"{name[:20]!r}... has {size} bytes, and {LONGEST_NAME} are allowed: give a shorter one.")
         return name
 
     @field_validator("output")

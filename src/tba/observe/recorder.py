@@ -274,6 +274,11 @@ class Recorder:
         self._seconds_at.pop(step - KEPT_TIMES, None)
 
     @property
+    def why_lost(self) -> str:
+        """Why the last response without a reward has none."""
+        return self._lost.last or "its rewards are None"
+
+    @property
     def is_time_over(self) -> bool:
         """Whether the run has no time for another step; there is always time for the first."""
         limit = self.config.train.max_seconds

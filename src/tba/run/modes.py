@@ -411,7 +411,8 @@ class SyncRun(Run):
                 self.trainer.step()
                 return
         raise RuntimeError(
-            f"{MAX_EMPTY_SEARCHES} searches in a row brought no response with a reward: look at the reward functions."
+            f"{MAX_EMPTY_SEARCHES} searches in a row brought no response with a reward; the last: {self.recorder.why_lost}. "
+            "Fix the reward."
         )
 
     def evaluate(self) -> None:

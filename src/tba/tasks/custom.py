@@ -202,7 +202,7 @@ class PromptReader:
         for column, reward in self.needed.items():
             # verl keeps its ground truth in a column of several values.
             if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
-                near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1)
+                near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1, cutoff=0.8)
                 hint = f" Did the reward mean `{near[0]}`, which every reward gets?" if near else ""
                 raise BadRow(
                     "missing column",

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import PastLine, RunListener
-from tba.trl.files import link_checkpoints
+from tba.trl.files import check_kind, link_checkpoints
 
 EVALUATION = "eval_"
 """Beginning of the names of an evaluation's metrics in transformers."""
@@ -56,6 +56,7 @@ class Callbacks(RunListener):
 
     def add(self, callback: Any) -> None:
         made = callback() if isinstance(callback, type) else callback
+        check_kind("callbacks", made, "on_init_end", "a list of transformers' TrainerCallbacks")
         self.callbacks.append(made)
         self.call("on_init_end", [made])
 

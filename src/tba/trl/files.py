@@ -22,6 +22,12 @@ from tba.observe.files import write_json
 from tba.observe.run_folder import SAVED, RunFolder, saved_names
 
 
+def check_kind(name: str, value: Any, attribute: str, give: str) -> None:
+    """Refuse an object of a wrong kind, known by what it lacks. The AttributeError of its use names no argument."""
+    if not hasattr(value, attribute):
+        raise ConfigError(f"{name} is a {type(value).__name__}: give {give}.")
+
+
 def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
     """A dataset as a JSONL file; one that is a file already stays where it is. A file of other rows that has that name is of
     an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
@@ -47,7 +53,11 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
     # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
-    for number, row in enumerate(dataset):
+    try:
+        numbered = enumerate(dataset)
+    except TypeError:  # PyTorch's datasets have no __iter__, and are gone through all the same
+        raise ConfigError(f"{what} is a {type(dataset).__name__}: {rows}.") from None
+    for number, row in numbered:
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
         try:
@@ -72,9 +82,8 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
 
         from tba.models.load import load_weights
 
-        model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a model of transformers.")
+        model = load_weights(AutoModelForCausalLM, resolve_path(str(model)), dtype="auto")
+    check_kind("model", model, "save_pretrained", "a folder, a hub name or a model of transformers")
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
@@ -93,6 +102,7 @@ def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
         check_named("processing_class", str(tokenizer))
         tokenizer = AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    check_kind("processing_class", tokenizer, "save_pretrained", "a tokenizer, or its folder or hub name")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -107,14 +117,18 @@ def reward_configs(
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
     if not given:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
-    for name, each in (("reward_weights", weights), ("reward_processing_classes", own)):
+    try:
+        numbers = None if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward_weights={weights!r} is no list of numbers: give one for each reward.") from None
+    for name, each in (("reward_weights", numbers), ("reward_processing_classes", own)):
         if each is not None and len(each) != len(given):
             raise ConfigError(f"{name} has {len(each)} entries for {len(given)} reward_funcs: give one each.")
     found: list[dict[str, Any]] = []
     for index, reward in enumerate(given):
         function = _reward(reward, own[index], folder / f"reward-{index}")
         check_reward_function(function)  # a file or name that is wrong shows now, not when the run starts
-        found.append({"function": function, "weight": 1.0 if weights is None else float(weights[index])})
+        found.append({"function": function, "weight": 1.0 if numbers is None else numbers[index]})
     names = [RewardConfig(function=config["function"]).label for config in found]
     for index, name in enumerate(names):
         if names.count(name) > 1:  # TRL allows two of one name
@@ -131,6 +145,9 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         kinds = "a reward model (a function is given itself, or as `file.py:name`)"
         check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
         if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+            check_kind(
+                "reward_processing_classes", tokenizer, "save_pretrained", "tokenizers, or their folders or names"
+            )
             tokenizer.save_pretrained(folder)
             tokenizer = folder
         return ModelReward(name, tokenizer and str(tokenizer))
@@ -140,6 +157,7 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         return ModelReward(str(folder), None, name=Path(name).name)
     if isinstance(reward, type):
         raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
+    check_kind("reward_funcs", reward, "__call__", "functions, `file.py:name`, or reward models by name or as objects")
     return reward
 
 

@@ -24,7 +24,7 @@ from tba.config.trl_names import ARGUMENTS, REFUSED_ARGUMENTS, with_python_messa
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.recorder import past_lines
 from tba.observe.run_folder import CARD, RunFolder
-from tba.tasks.custom import num_train_prompts
+from tba.tasks.custom import is_chat, num_train_prompts
 from tba.tasks.data.rows import SCRIPT_FOLDER
 from tba.trl.callbacks import Callbacks
 from tba.trl.config import TBAConfig
@@ -276,6 +276,11 @@ class TBATrainer:
         greedy where one is asked for and sampled otherwise."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts, also for one.")
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str) and not is_chat(prompt):
+                raise ConfigError(f"prompts[{index}] is {prompt!r:.80}: give text or a list of chat messages.")
+        if not isinstance(num_generations, int) or num_generations < 1:
+            raise ConfigError(f"num_generations={num_generations!r} must be a whole number, at least 1.")
         from tba.run import generate
 
         greedy = num_generations == 1 if greedy is None else greedy

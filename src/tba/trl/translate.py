@@ -62,8 +62,19 @@ def translated(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[
         raise
     except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
         load_config(None, (), **{name: value for name, value in given.items() if name in Config.model_fields})
-        values = ", ".join(f"{name}={value!r:.80}" for name, value in given.items())
-        raise ConfigError(f"one of these is of another kind than its name asks for ({error}): {values}.") from error
+        # The one without which the others can be used, where there is one, is named alone.
+        others = {name: {other: own for other, own in given.items() if other != name} for name in given}
+        wrong = [name for name in given if _can_be_used(others[name], num_rows)] or list(given)
+        values = " or ".join(f"{name}={given[name]!r:.80}" for name in wrong)
+        raise ConfigError(f"{values} cannot be used ({error}): docs/from_trl.md says what each name sets.") from error
+
+
+def _can_be_used(given: Mapping[str, Any], num_rows: int | None) -> bool:
+    try:
+        _sections(given, num_rows=num_rows, ignored=[])
+    except (TypeError, ValueError, ArithmeticError):
+        return False
+    return True
 
 
 def _sections(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[str]) -> dict[str, Any]:

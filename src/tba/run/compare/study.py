@@ -135,8 +135,8 @@ def load_study(path: Path, *, quick: bool = False) -> Study:
     if not path.is_file():
         raise ConfigError(f"study file {path} does not exist: give a YAML file with name, rows, columns and seeds.")
     try:
-        data = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = read_yaml(path.read_bytes())
+    except yaml.YAMLError as error:
         raise ConfigError(f"study file {path} is not valid YAML: {yaml_message(error)}") from None
     study = make_study(data, where=f"study file {path}")
     return quick_study(study) if quick else study

@@ -217,6 +217,13 @@ def refuse_other_formats(path: Path) -> None:
         raise ValueError(f"{path} is packed by gzip: name it .jsonl.gz.")
     if start.startswith(LFS_POINTER):
         raise ValueError(f"{path} is a pointer of git-lfs to the data: `git lfs pull` in its folder gets them.")
+    # What old Macs, or PowerShell's `>`, write shows as broken JSON or UTF-8 in line 1, which is no remedy.
+    if b"}\r{" in start:
+        raise ValueError(
+            f"{path} ends its lines with \\r alone, and \\n is needed: tr '\\r' '\\n' < {path} > rows.jsonl"
+        )
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path} is in UTF-16, and UTF-8 is needed: iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl")
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:

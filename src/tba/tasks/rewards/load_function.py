@@ -63,6 +63,9 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
 
 def _needed_columns(found: ast.stmt, what: str) -> list[str]:
     """Columns that a definition needs; none where they cannot be read from it."""
+    if isinstance(found, ast.ClassDef):  # it can be called, and returns an object instead of rewards
+        name = found.name
+        raise ValueError(f"{what}: {name} is a class: name a function, or an object of it, such as score = {name}().")
     if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
         return []  # a decorator may give it other parameters
     positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
