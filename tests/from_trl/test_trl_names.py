@@ -220,6 +220,7 @@ def test_epochs_become_steps_when_the_rows_are_known():
         ({"warm_up": 1}, "docs/from_trl.md has TRL's names"),
         ({"loss_type": "orpo"}, "loss_type=orpo is unknown"),
         ({"num_generations": 1}, "num_generations must be at least 2 for tb, got 1"),
+        ({"num_generations": 0}, "num_generations=0: a prompt needs 1 response at least"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):

@@ -54,6 +54,7 @@ def imported(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 CONFIGS = {
+    "an output with a variable": (["output=$NOWHERE/runs"], "output: '$NOWHERE/runs' has a variable"),
     "an output that is an address": (["output=s3://bucket/runs"], "output: 's3:/bucket/runs' is an address"),
     "an output of nobody": (["output=~nobodyatall/x"], "output: '~nobodyatall/x': there is no such user"),
     "an output behind a broken link": (["output=away"], "away is a link to gone, which is not there"),

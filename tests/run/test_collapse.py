@@ -168,9 +168,7 @@ def test_a_run_goes_back_a_bounded_number_of_times(tmp_path, monkeypatch):
 
 
 def test_a_run_without_checkpoints_cannot_go_back(folder):
-    with pytest.raises(
-        ValueError, match="observe.on_collapse=rollback needs checkpoints, and train.keep_checkpoints=0 keeps none"
-    ):
+    with pytest.raises(ValueError, match="rollback needs checkpoints, and train"):
         make_config(folder, "observe.on_collapse=rollback", "train.keep_checkpoints=0")
 
 

@@ -28,7 +28,9 @@ def supervisor_of(counters, tmp_path, started: list, *targets_of_trainers, **set
 
 def test_a_trainer_that_does_not_look_for_groups_is_killed_and_another_one_begins(tmp_path, caplog):
     counters, started = SharedCounters.create(), []
-    supervisor = supervisor_of(counters, tmp_path, started, targets.beats_no_more, targets.ends_at_once, wait_seconds=1.0)
+    supervisor = supervisor_of(
+        counters, tmp_path, started, targets.beats_no_more, targets.ends_at_once, wait_seconds=1.0
+    )
     assert supervisor.run() == 0
     assert [trainer.status for trainer in started] == [-9, 0]
     assert "has not looked for groups for runtime.wait_seconds=1 s: it is killed" in caplog.text

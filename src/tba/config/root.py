@@ -76,6 +76,8 @@ class Config(Section):
             raise ValueError(
                 f"{str(output)!r} is an address, and runs are written to a folder of this machine: give one."
             )
+        if any(part.startswith("$") for part in output.parts):
+            raise ValueError(f"{str(output)!r} has a variable, which only a shell fills in: write the folder itself.")
         try:
             return output.expanduser()
         except RuntimeError:

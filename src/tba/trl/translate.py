@@ -171,6 +171,10 @@ class Steps:
         train = own.get("train") or {}
         self._given = given
         self.samples = int(train.get("samples_per_prompt", given.get("num_generations", DEFAULTS.samples_per_prompt)))
+        if self.samples < 1:
+            raise ConfigError(
+                f"num_generations={self.samples}: a prompt needs 1 response at least, and most objectives 2."
+            )
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
