@@ -91,7 +91,7 @@ class SearchCounts:
 @dataclass
 class Searcher:
     """consumes: leased rollouts, newer weights when there are any
-    waits for: room in the group channel, and the trainer when it is ahead of the pace limit
+    waits for: room in the group channel, its own rewards, and the trainer when it is ahead of the pace limit
     produces: scored trajectory groups
     unblocked by: the trainer
     """

@@ -48,7 +48,7 @@ GENTLER = 0.5
 @dataclass
 class Trainer:
     """consumes: trajectory groups
-    waits for: the first fill, and new responses at the replay-ratio limit (never in sync mode: its turn comes after)
+    waits for: a full batch, new responses at the replay-ratio limit (never in sync mode: its turn comes after), its disk
     produces: weights every k steps, metrics, checkpoints
     unblocked by: searchers
     """
