@@ -197,7 +197,7 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"train": {"ranks": "x"}}, r"ranks: Input should be a valid integer.* got 'x'"),
         ({"save_total_limit": [3]}, r"^save_total_limit=\[3\] cannot be used"),
         ({"report_to": 5, "max_steps": 2}, r"^report_to=5 cannot be used \(.* not iterable\): docs/from_trl"),
-        ({"num_generations": 0, "report_to": 5}, r"^num_generations=0 or report_to=5 cannot be used"),
+        ({"num_generations": [2], "report_to": 5}, r"^num_generations=\[2\] or report_to=5 cannot be used"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
