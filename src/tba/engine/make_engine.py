@@ -97,7 +97,7 @@ def make_engine(
             return NativeEngine(model, **options)
         except UnsupportedModel as reason:
             logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
-    # A copy: the trainer may go on changing `model`, and packed attention would be switched on in it.
+    # A copy: `load` writes into it, and `model` stays as it is for the scorer and the trainer.
     own = {name: value for name, value in options.items() if name not in ("dtype", "device")}
     return TransformersEngine(copy.deepcopy(model), **own)
 
