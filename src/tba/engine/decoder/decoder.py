@@ -222,8 +222,8 @@ class DecoderAdapter:
     def _place(self, linear: Linear, sources: list[tuple[str, Placement]], modules: Mapping[str, Any]) -> LowRank:
         num_rows, num_columns = linear.weight.shape
         ranks = [modules[name].r[ADAPTER] for name, _ in sources]
+        # Zeros: before the first adapter is loaded the change is none. Sources of one matrix have ranks side by side.
         low_rank = LowRank(
-            # Zeros: before the first adapter is loaded the change is none. Sources of one matrix have ranks side by side.
             down=linear.weight.new_zeros(sum(ranks), num_columns), up=linear.weight.new_zeros(num_rows, sum(ranks))
         )
         start = 0
