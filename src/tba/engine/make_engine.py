@@ -109,7 +109,6 @@ def make_scorer(model: PreTrainedModel, *, max_length: int, token_budget: int | 
     with a LoRA adapter scores with its own base, without a copy.
     """
     parameter = next(model.parameters())
-    # Tokens of one pass, prompts included (`packed_batches`).
     budget = token_budget or SCORED_TOKENS[parameter.device.type]
     if has_lora(model):
         return PolicyScorer(model, token_budget=budget, max_length=max_length)

@@ -57,8 +57,8 @@ class ReferenceScorer:
         decoder = self.decoder
 
         def log_probs(packed: PackedTokens) -> Tensor:
-            # Only hidden states that predict a response token go through the head.
             attend = PackedAttention(decoder.spec, packed.layout, decoder.attention_dtype)
+            # Only hidden states that predict a response token go through the head.
             hidden = decoder.hidden(packed.input_ids_T, packed.positions_T, attend)[packed.predict_M]
             head, softcap = decoder.weights.head, decoder.spec.logit_cap
             found, _ = chosen_log_probs(hidden, head, packed.targets_M, temperature=temperature, softcap=softcap)

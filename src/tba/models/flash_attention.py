@@ -302,7 +302,6 @@ def _backward_in_parts(
         d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
         roots, roots, longest_root, longest_root, causal=True, scale=scale,
     )  # fmt: skip
-    # The merged output and log-sums for both parts: each part's probabilities are then shares of the whole.
     of_branches = (out[R:], sums[:, R:].contiguous())
     dq_own, dk_own, dv_own = _backward(
         d_out[R:], q[R:], k[R:], v[R:], *of_branches,

@@ -161,7 +161,6 @@ def load_published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Non
     """
     known = model.state_dict()
     shapes = {name: tuple(known[name].shape) for name in text_parameters(model)}
-    # By name and shape before the first copy: half-loaded weights would be neither version.
     check_fits(tensors, shapes, ignored=known)
     model.load_state_dict(dict(tensors), strict=False)
 

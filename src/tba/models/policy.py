@@ -143,7 +143,7 @@ class PolicyModel:
         if not self.packed:
             return self._outputs_one_by_one(packed, temperature)
         if self.switch is not None and packed.layout.longest > self.switch:
-            # Short and long sequences have other rotary angles, and one packed row has one set of them.
+            # Short and long sequences have different rotary angles, and one packed row has one set of them.
             parts = split_by_length(packed, self.switch)
             if len(parts) > 1:
                 return self._outputs_of_parts(parts, temperature)

@@ -29,7 +29,6 @@ def check_fits(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()
 ) -> None:
     """Raise unless a bundle has the tensors that a model needs, by name and shape; it may have those that are ignored."""
-    # Every problem of names at once, then shapes: a wrong model shows by its first names.
     unknown = [name for name in tensors if name not in shapes and name not in ignored]
     missing = [name for name in shapes if name not in tensors]
     parts = []

@@ -253,7 +253,6 @@ class DecoderAdapter:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a published adapter in place; nothing is copied when a name or shape is wrong."""
-        # All names and shapes before the first copy: a half-loaded adapter is neither the old nor the new one.
         check_fits(tensors, {name: place.shape for name, place in self.placements.items()})
         for name, placement in self.placements.items():
             placement.target.copy_(placement.arrange(tensors[name]))

@@ -241,7 +241,6 @@ class DecoderWeights:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all named tensors in place; nothing is copied when a name or shape is wrong."""
-        # All names and shapes before the first copy: the engine goes on with the old weights where this raises.
         check_fits(tensors, {name: place.shape for name, place in self.placements.items()}, ignored=self.ignored)
         # Arranged one by one: on a CPU none of them is kept longer than it takes to copy it.
         arranged = (placement.arrange(tensors[name]) for name, placement in self.placements.items())

@@ -284,7 +284,6 @@ def _attend_shared(
                 scores = tl.where(seen, scores, float("-inf"))
             largest, total, mixed = absorb(scores, v, largest, total, mixed)
 
-        # The last SPLITS parts of the slot: the first are its own pages'.
         part = place * PARTS + PARTS - SPLITS + split
         mixed = mixed / total[:, None]
         tl.store(parts + part[:, None] * D + dim[None, :], mixed, mask=is_query & (total[:, None] > 0))

@@ -427,7 +427,6 @@ class NativeEngine(Engine):
             complete = self._synchronize()
             self._snapshots.clear()
             self._finish(complete)
-            # Prompts that wait leave first, the last of them before the others; then the youngest response goes.
             while self._slots.any_running() and not self.cache.hold(*self._slots.reach(num_steps)):
                 if not queue.give_back(num_kept=0):
                     self._take_out(self._slots.youngest(), queue)

@@ -162,7 +162,6 @@ class PagePool:
         if len(located) == 1 and located[0].rows is None:
             return located[0].chunk[located[0].places, layer]
         count = sum(len(part.places) for part in located)
-        # Pages of several chunks are gathered chunk by chunk into the order that was asked for.
         found = torch.empty(count, *self._shape[1:], dtype=self.dtype, device=self.device)
         for part in located:
             assert part.rows is not None
@@ -549,7 +548,7 @@ class PagedCache:
     def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
         """Pages for a prompt: whole ones that hold its beginning already are shared. None where there are not so many free,
         and `num_spare` more."""
-        # Pages computed by other weights are never found: the version is part of the key.
+        # By version too; for one that comes again with other weights, `forget_prefixes` clears them at every load.
         shared = self.prefixes.find(ids, version)
         missing = self.num_pages(len(ids)) - len(shared)
         own = self.pool.allocate(missing) if missing + num_spare <= self.pool.num_available else None

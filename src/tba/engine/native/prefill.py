@@ -195,7 +195,6 @@ class SlotPrefill:
     @torch.inference_mode()
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
         """Prompts of similar lengths in one batch each, all their tokens but the last."""
-        # Prompts that older weights have prefilled are computed again.
         chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
         lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):

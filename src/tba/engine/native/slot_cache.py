@@ -88,7 +88,6 @@ class SlotCache:
         if not self._starts:
             return
         self.reserve(self._longest)
-        # Prompts of one prefill share their tensors, by which the batch is known.
         for batch in {id(prompt.values): prompt for _, prompt in self._starts}.values():
             chosen = [(slot, prompt.row) for slot, prompt in self._starts if prompt.values is batch.values]
             targets, rows = on_device(torch.tensor(chosen), self.values.device).unbind(1)
