@@ -69,6 +69,7 @@ class Engine(ABC):
             raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
         self._generating = True
         try:
+            # A generator: a request is checked when the engine reads it, so a bad one raises in the middle of a run.
             checked = checked_requests(requests, sampling, self.max_length)
             yield from self._generate(checked, samples_per_prompt, sampling, between_steps)
         finally:
@@ -79,8 +80,10 @@ class Engine(ABC):
 
     def load(self, weights: Weights) -> None:
         """Take new weights: at once under update = in_flight, after the running responses have finished under drain."""
+        # Prepared before they wait: a pending bundle is always what `_use` takes.
         weights = weights if self.prepare is None else self.prepare(weights)
         if self.update == "drain" and self._any_unfinished():
+            # At most one bundle waits: a newer one takes its place, and the older is never used.
             self._pending = weights
             return
         self._pending = None  # what waited for the last response is older than these
@@ -89,6 +92,7 @@ class Engine(ABC):
     def _load_pending(self) -> None:
         """Take the weights that waited, once no response is unfinished."""
         if self._pending is not None and not self._any_unfinished():
+            # Cleared first: `_use` may raise, and the same weights would raise again when the call ends.
             weights, self._pending = self._pending, None
             self._use(weights)
 

@@ -38,6 +38,7 @@ def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
     for ids in (getattr(source, "eos_token_id", None) for source in sources):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
+    # A config may name an id beyond the vocabulary. Engines use stop ids as indices into logits.
     found = {index for index in found if 0 <= index < text.vocab_size}
     if not found:
         raise ValueError(
@@ -96,6 +97,7 @@ def make_engine(
             return NativeEngine(model, **options)
         except UnsupportedModel as reason:
             logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
+    # A copy: `load` writes into it, and `model` stays as it is for the scorer and the trainer.
     own = {name: value for name, value in options.items() if name not in ("dtype", "device")}
     return TransformersEngine(copy.deepcopy(model), **own)
 
@@ -118,6 +120,7 @@ def make_scorer(model: PreTrainedModel, *, max_length: int, token_budget: int | 
         logger.warning(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
+    # The reference must not follow the policy that trains in `model`.
     frozen = copy.deepcopy(model).requires_grad_(False)
     return PolicyScorer(frozen, token_budget=budget, max_length=max_length)
 
@@ -143,12 +146,14 @@ def _way_of_adapters(engine: Engine, model: PreTrainedModel) -> Callable[[Weight
     """Function from a published adapter to what the engine loads, once there is a place for it."""
     if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
         try:
+            # From here on published bundles hold the adapter alone: the base stays as the decoder was made with it.
             engine.keep_adapter_apart(model)
         except UnsupportedModel as reason:
             logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
         else:
             return lambda weights: weights
     if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
+        # The engine's copy gets the same adapter modules: names of base and adapter tensors fit it from then on.
         engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return lambda weights: Weights(version=weights.version, tensors={**base, **weights.tensors})

@@ -71,10 +71,12 @@ def response_key(seed: int, prompt_id: str, sample_index: int) -> int:
 
 def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
     """One float32 in (0, 1] per response, for its token number `position` (both int64)."""
+    # int64 products wrap around like unsigned ones: the low 64 bits are the same.
     z = key_B + (position_B + 1) * GAMMA
     z = (z ^ _shift_right(z, 30)) * MIX_1
     z = (z ^ _shift_right(z, 27)) * MIX_2
     z = z ^ _shift_right(z, 31)
+    # 24 bits, as many as a float32 holds. Only the largest rounds up to 1, which `invert_cdf` provides for.
     return (_shift_right(z, 40).float() + 0.5) * 2.0**-24
 
 
@@ -164,9 +166,11 @@ class SampledTokens(NamedTuple):
 
 def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: SamplingNeeds) -> SampledTokens:
     """Choose a token per response. Pure tensor code; `needs` only skips what would change nothing."""
+    # Order of the rules: forbid stop tokens, divide by the temperature, soft-max, truncate, then choose.
     behaviour_BV = logits_BV
     if needs.forbidden:
         behaviour_BV = _forbid_stops(behaviour_BV, state, stop_ids)
+    # Greedy takes the best of these: before the temperature, which changes no order, and after stop tokens are forbidden.
     allowed_BV = behaviour_BV
     if needs.temperature:
         behaviour_BV = behaviour_BV / state.temperature[:, None]
@@ -177,11 +181,14 @@ def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Sam
     if needs.greedy:
         tokens = torch.where(state.greedy.bool(), allowed_BV.argmax(dim=-1), tokens)
     chosen = probs_BV.gather(1, tokens[:, None]).squeeze(1)
+    # Truncated probabilities do not sum to 1: the log-prob is that of the tokens that are left.
     behaviour = torch.log(chosen) - torch.log(total) if needs.truncation else torch.log(chosen)
     if needs.greedy:
         behaviour = torch.where(state.greedy.bool(), 0.0, behaviour)
+    # Nothing was cut, forbidden or tempered otherwise: both log-probs are the same number.
     if not (needs.policy or needs.truncation or needs.forbidden):
         return SampledTokens(tokens, behaviour, behaviour)
+    # From the model's own logits: what was forbidden or cut off counts in the policy's distribution.
     return SampledTokens(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
 
 
@@ -207,6 +214,7 @@ def invert_cdf(probs_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> Tensor:
+    # Positions count the whole response, a prefix included.
     early_B = state.position < state.min_new_tokens
     at_stops = logits_BV[:, stop_ids].masked_fill(early_B[:, None], float("-inf"))
     return logits_BV.index_copy(1, stop_ids, at_stops)
@@ -215,11 +223,13 @@ def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> 
 def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     """Tokens that top_k and then top_p leave -> bool [B, V]."""
     size = probs_BV.shape[1]
+    # Stable: of equal probabilities the lower id comes first, as the kernels on a GPU have it.
     ordered_BV, ids_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     limit_B = torch.where(state.top_k > 0, state.top_k, size)
     in_top_k = torch.arange(size, device=probs_BV.device) < limit_B[:, None]
     ordered_BV = torch.where(in_top_k, ordered_BV, 0.0)
     mass_BV = ordered_BV.cumsum(dim=-1)
+    # A token stays while the mass before it is short of the target: so the one that reaches the target stays too.
     before_BV = mass_BV - ordered_BV
     in_top_p = (before_BV < state.top_p[:, None] * mass_BV[:, -1:]) | (state.top_p >= 1.0)[:, None]
     in_top_p[:, 0] = True  # at least one, also where top_p x mass rounds to 0
@@ -278,6 +288,7 @@ class Response:
 
     def open_span(self, num_tokens: int, version: int) -> None:
         """Note that `version` chooses from token `num_tokens` on; a span without tokens is replaced."""
+        # Two loads between two tokens: only the later version chooses.
         if self.spans and self.spans[-1][0] == num_tokens:
             self.spans.pop()
         self.spans.append((num_tokens, version))
@@ -324,6 +335,7 @@ def responses_of(
     """The responses that a request asks for: those that need tokens, not yet started, and those whose prefix ends in a stop
     token, or is as long as allowed."""
     prefix = np.asarray(request.prefix_ids, dtype=np.int32)
+    # Sample indices go on from rollout to rollout of a prompt: random numbers are keyed by them.
     own, first = request.sampling or sampling, request.first_sample
     found = [Response(request=request, sample_index=first + index, sampling=own) for index in range(samples_per_prompt)]
     is_stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
@@ -344,6 +356,7 @@ def checked_requests(
             name, prompt, prefix = request.prompt.id, len(request.prompt.token_ids), len(request.prefix_ids)
             if prompt == 0:
                 raise ValueError(f"prompt {name!r} has no tokens: add a BOS token or drop it from the data.")
+            # Both count the whole response: max_new_tokens includes the prefix.
             response = max(prefix, (request.sampling or sampling).max_new_tokens)
             if prompt + response > max_length:
                 raise ValueError(

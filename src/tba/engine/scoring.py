@@ -58,9 +58,11 @@ class ReferenceScorer:
 
         def log_probs(packed: PackedTokens) -> Tensor:
             attend = PackedAttention(decoder.spec, packed.layout, decoder.attention_dtype)
+            # Only hidden states that predict a response token go through the head.
             hidden = decoder.hidden(packed.input_ids_T, packed.positions_T, attend)[packed.predict_M]
             head, softcap = decoder.weights.head, decoder.spec.logit_cap
             found, _ = chosen_log_probs(hidden, head, packed.targets_M, temperature=temperature, softcap=softcap)
+            # Equal responses of a prompt were computed once; every one that was asked for gets its log-probs.
             return packed.expand(found)
 
         return _score(prompt_ids, response_ids, log_probs, token_budget=self.token_budget, device=decoder.device)
@@ -71,6 +73,7 @@ class PolicyScorer:
 
     def __init__(self, model: PreTrainedModel, *, token_budget: int, max_length: int | None = None) -> None:
         self.policy = PolicyModel(model, max_length=max_length)
+        # A budget of one token puts every response into a pass of its own.
         self.token_budget = token_budget if self.policy.packed else 1
 
     def load(self, weights: Weights) -> None:
@@ -128,9 +131,11 @@ def _score(
     prompts, responses = ([np.array(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, response_ids))
     scores = [np.zeros(0, dtype=np.float32)] * len(responses)
     for batch in packed_batches(prompts, responses, token_budget=token_budget):
+        # A batch lists the responses of each prompt; `pack` lays the prompt down once for all of them.
         owners = [torch.from_numpy(prompts[members[0]]) for members in batch]
         own = [[torch.from_numpy(responses[index]) for index in members] for members in batch]
         found = log_probs(pack(owners, own, device=device)).cpu().numpy()
+        # Log-probs come back prompt by prompt, and are put where each response was given.
         order = [index for members in batch for index in members]
         for index, part in zip(order, np.split(found, np.cumsum([len(responses[index]) for index in order])[:-1])):
             scores[index] = part
@@ -143,6 +148,7 @@ def packed_batches(
     """Indices of responses, by prompt, at most `token_budget` tokens at once (a longer response alone); empty responses, of
     which there is nothing to score, are left out."""
     first: dict[bytes, int] = {}
+    # Equal prompts have one owner, the first index at which the prompt occurs.
     owner = [first.setdefault(prompt.tobytes(), index) for index, prompt in enumerate(prompts)]
     order = sorted((index for index, response in enumerate(responses) if len(response)), key=lambda index: owner[index])
 

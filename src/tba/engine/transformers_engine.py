@@ -123,10 +123,12 @@ class TransformersEngine(Engine):
 
     def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
         """Requests that are decoded together: as many as there are now, up to `slots` responses."""
+        # `most` counts requests, each of which stands for `samples_per_prompt` responses.
         most, waiting = max(1, self.slots // max(1, samples_per_prompt)), deque[Request]()
         for request in requests:
             if request is not None:
                 waiting.append(request)
+            # A None says that nothing may start now: what has been read is decoded instead of waiting for a full batch.
             while waiting and (request is None or len(waiting) >= most):
                 yield self._next_batch(waiting, most)
         while waiting:
@@ -136,6 +138,7 @@ class TransformersEngine(Engine):
         lengths = [len(request.prompt.token_ids) + len(request.prefix_ids) for request in waiting]
         chosen, left = list[Request](), list[Request]()
         for request, length in zip(waiting, lengths):
+            # The oldest request is always among the chosen, so none waits for ever.
             fits = length == lengths[0] or self.abilities.pads
             (chosen if fits and len(chosen) < most else left).append(request)
         waiting.clear()
@@ -145,7 +148,9 @@ class TransformersEngine(Engine):
     def _generate_batch(
         self, responses: list[Response], between_steps: Callable[[], None] | None
     ) -> Iterator[Completion]:
+        # No request joins a batch under way: slots that fall free stay empty until its last response has finished.
         batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
+        # Before `between_steps`, which may load weights and open spans of its own.
         batch.open_spans(self.version)
         while batch.open_rows:
             if between_steps is not None:
@@ -181,6 +186,7 @@ class ResponseBatch:
         self.open_rows = set(range(len(responses)))
         self.rows = list(range(len(responses)))
         """Number of the response of each row."""
+        # By identity: samples of one request begin alike, prefix included, and share one pass over the prompt.
         requests = {id(response.request): response for response in responses}
         places = {key: place for place, key in enumerate(requests)}
         self._prompts_R = torch.tensor([places[id(response.request)] for response in responses], device=self.device)
@@ -204,6 +210,7 @@ class ResponseBatch:
     @torch.no_grad()
     def step(self, stop_ids: frozenset[int], stop_tensor: Tensor) -> list[Completion]:
         """A token for every row -> responses that have ended with it; the batch shrinks when half of its rows have."""
+        # Three forms of a step: the newest token with a cache; the prompts, once; all that is there, read again.
         rows_B = torch.tensor(self.rows, device=self.device)
         if self._cache:
             ids, newest = self._columns[-1][0][rows_B][:, None], True
@@ -216,6 +223,7 @@ class ResponseBatch:
         output = self.model(input_ids=ids, **self._cache, **places, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float()
         self._cache = kept_cache(output) if self.abilities.caches else {}
+        # After the pass over the prompts the cache has P rows: it is spread over the R responses.
         if not self._columns and self.abilities.selects:
             self._select(self._prompts_R)
             logits = logits[self._prompts_R]
@@ -224,6 +232,7 @@ class ResponseBatch:
 
     def _need(self) -> SamplingNeeds:
         found = SamplingNeeds(*(any(flags) for flags in zip(*(self._needs[row] for row in self.rows))))
+        # min_new_tokens matters only at the beginning, so this flag is worked out anew for every step.
         early = any(self._num_tokens(row) < self.responses[row].sampling.min_new_tokens for row in self.rows)
         return found._replace(forbidden=early)
 
@@ -234,6 +243,7 @@ class ResponseBatch:
         for column, part in zip((tokens, behaviour, policy), sampled):
             column[rows_B] = part
         self._columns.append((tokens, behaviour, policy))
+        # The mask grows with the token that the next step feeds, in rows that have finished as well.
         self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
         if self.switch is not None and self._mask.shape[1] == self.switch + 1:
             self._cache = {}
@@ -249,7 +259,9 @@ class ResponseBatch:
         ]
         self.open_rows.difference_update(finished)
         done = self._completions(finished, stop_ids) if finished else []
+        # At half only: choosing rows copies the cache of those that stay.
         if self.abilities.selects and self.open_rows and 2 * len(self.open_rows) <= len(self.rows):
+            # A place is a row of the batch now; a row number names a response for good.
             kept = [place for place, row in enumerate(self.rows) if row in self.open_rows]
             self._select(torch.tensor(kept, device=self.device))
             self.rows = [self.rows[place] for place in kept]
@@ -355,12 +367,14 @@ def _is_exact(model: Any, abilities: CacheAbilities, lengths: Sequence[int], row
         what = "caching" if len(lengths) == 1 else "padding" if rows is None else "selecting rows"
         logger.info("decoding is slower: %s failed with %s: %s", what, type(error).__name__, first_line(error))
         return False
+    # The two distributions at hand: after all tokens but the last, and after the last, which was read with the cache.
     logits_B2V = torch.stack((logits_BV, second.logits[:, -1]), dim=1)
     gaps, spreads = [], []
     for sequence, logits_2V in zip(sequences, logits_B2V):
         ids = torch.from_numpy(sequence).to(device)[None]
         plain_TV = model(input_ids=ids, use_cache=False).logits[0].float().softmax(-1)
         gaps.append(_distance(logits_2V.float().softmax(-1), plain_TV[-2:]))
+        # How much one token changes the distribution of this model: the scale against which a gap is judged.
         spreads.append(_distance(plain_TV[1:], plain_TV[:-1]))
     gap, spread = float(torch.stack(gaps).mean()), float(torch.stack(spreads).mean())
     is_coarse = logits_B2V.dtype != torch.float32

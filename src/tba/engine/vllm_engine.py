@@ -112,6 +112,7 @@ def make_vllm_engine(
     try:
         llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where)
         shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
+        # vLLM was made with dummy weights: the model's go the way of all later ones, so that it is tried before the run.
         shared.load(Weights(version=version, tensors=parameters))
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
@@ -199,6 +200,7 @@ class VllmEngine(Engine):
         return bool(self._running)
 
     def _use(self, weights: Weights) -> None:
+        # The last chance to score tokens under the weights that chose them: the scorer's are replaced below.
         self._shared.score_policy([*self._ended, *self._running.values()])
         self._shared.load(weights)
         for running in self._running.values():
@@ -216,6 +218,7 @@ class VllmEngine(Engine):
                 between_steps()
             if self._running:  # scoring between the steps may have finished the last one
                 self._shared.step()
+            # Before the completions are made, and before other weights: `between_steps` may load at the next turn.
             self._shared.score_policy(self._ended)
             self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
             self._ended.clear()
@@ -224,6 +227,7 @@ class VllmEngine(Engine):
             self._load_pending()
 
     def _stop(self) -> None:
+        # Otherwise vLLM goes on with them at every later step, a sibling's as well.
         self._shared.abort(list(self._running))
         self._running.clear()
         self._waiting.clear()
@@ -232,6 +236,7 @@ class VllmEngine(Engine):
 
     def _refill(self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling) -> bool:
         """Start responses while slots are free (not while draining) -> whether there may be more to start."""
+        # None means that nothing may start now, so the end of the requests needs a mark of its own.
         end = object()
         while self._pending is None and len(self._running) < self.slots:
             if self._waiting:
@@ -361,6 +366,7 @@ class SharedLLM:
     def step(self) -> None:
         """One token for every running request."""
         for output in self.llm.llm_engine.step():
+            # Outputs of siblings and of scoring come in the same step: each goes to the one that asked.
             taker = self._takers[output.request_id]
             if output.finished:
                 del self._takers[output.request_id]
@@ -387,6 +393,7 @@ class SharedLLM:
             self.llm.wake_up(["scheduling"])
         if self.scorer is not None:
             self.scorer.load(weights)
+        # After the transfer: where that raises, the number of the old weights stays.
         self.version = weights.version
         self._num_loads += 1
 
@@ -401,6 +408,7 @@ class SharedLLM:
             prompts = [r.response.request.prompt.token_ids for r in chosen]
             scores = self.scorer.score(prompts, [r.all_tokens() for r in chosen], temperature)
             for running, score in zip(chosen, scores):
+                # Only what is new: earlier tokens were scored under the weights that chose them, which are gone.
                 running.policy.extend(score[running.response.num_prefix_tokens + len(running.policy) :].tolist())
 
     def score(self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -410,6 +418,7 @@ class SharedLLM:
         for index, (prompt, response) in enumerate(zip(prompt_ids, response_ids)):
             if len(response):
                 self._start_score(index, np.concatenate((prompt, response)), scores[index], outstanding)
+        # Running responses are stepped too; their tokens are kept until their engine's turn.
         while outstanding:
             self.step()
         return scores
@@ -428,6 +437,7 @@ class SharedLLM:
         )
 
         def take(output: RequestOutput) -> None:
+            # prompt_logprobs[i] is of token i, given those before it; response tokens begin at len(tokens) - len(score).
             given = zip(tokens[-len(score) : -1], (output.prompt_logprobs or [])[len(tokens) - len(score) :])
             score[:-1] = [log_probs[int(token)].logprob for token, log_probs in given if log_probs is not None]
             (generated,) = output.outputs

@@ -106,10 +106,12 @@ class FlashPlan:
         device: torch.device,
     ) -> FlashPlan:
         roots, branches = np.array(root_lengths), np.array(branch_lengths, dtype=np.int64)
+        # Branches lie in the order of their roots (`pack`): runs of one root are taken together below.
         root_of = np.array(branch_roots, dtype=np.int64)
         tokens = int(roots.sum() + branches.sum())
         is_little = bool(tokens + roots[root_of].sum() <= MOST_GATHERED * tokens)
         sizes, places = (_in_one if is_little else _in_parts)(roots, branches, root_of)
+        # `read` cuts it again by the lengths behind the sizes.
         numbers = np.concatenate(places).astype(np.int32)
         return cls(
             places=on_device(torch.from_numpy(numbers), device),
@@ -129,6 +131,7 @@ def _read(places: Tensor, sizes: Tensor) -> tuple[Sizes, Places]:
 
 def _in_one(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
     """All sequences in one call."""
+    # A root sees itself; a branch sees its root and itself.
     keys, nothing = np.concatenate([roots, roots[root_of] + branches]), np.zeros(0)
     sizes = Sizes(
         gathered=int(keys.sum()) if len(branches) else 0,
@@ -143,6 +146,7 @@ def _in_one(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tup
 
 def _in_parts(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
     """Roots, branches by themselves, and branches with their roots."""
+    # Branch tokens of each root: as one sequence of queries over the root's keys.
     queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
     sizes = Sizes(
         gathered=-1,
@@ -162,6 +166,7 @@ def _gathered(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> t
     seen, lengths = roots[root_of], roots[root_of] + branches
     key_starts = R + lengths.cumsum() - lengths
     within = counted(lengths)
+    # Each gathered key of a branch: place `within` its root, or behind that its own token.
     of_root = np.repeat(root_starts[root_of], lengths) + within
     of_branch = np.repeat(branch_starts - seen, lengths) + within
     gathered_S = np.concatenate([np.arange(R), np.where(within < np.repeat(seen, lengths), of_root, of_branch)])
@@ -252,6 +257,7 @@ def _packed_flash_backward(
         d_out, q, k, v, out, sums,
         at.queries, at.keys, *known.longest, causal=True, scale=scale, window=known.cut(window),
     )  # fmt: skip
+    # A root's key was copied for each of its branches: its gradient is the sum over the copies.
     return (dq, *_sums_of_copies(dk, dv, at)) if known.gathered else (dq, dk, dv)
 
 
@@ -261,6 +267,7 @@ def _sums_of_copies(dk: Tensor, dv: Tensor, at: Places) -> tuple[Tensor, Tensor]
         from tba.models.kernels import sum_copies
 
         return sum_copies(dk, dv, at.first, at.copies)
+    # Many copies of one key are added: in half precision small gradients would be lost.
     wide = torch.promote_types(dk.dtype, torch.float32)
     whole = (torch.zeros(len(at.first) - 1, *part.shape[1:], dtype=wide, device=part.device) for part in (dk, dv))
     dk, dv = (total.index_add_(0, at.gathered, part.to(wide)).to(part.dtype) for total, part in zip(whole, (dk, dv)))
@@ -273,6 +280,7 @@ def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes,
     out_roots, sums_roots = _forward(
         q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
     )
+    # Branches twice: over their own keys, causal, and over all keys of their roots, which lie before them.
     own, own_sums = _forward(
         q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
     )
@@ -307,6 +315,7 @@ def _backward_in_parts(
     dq[:R] = dq_roots
     torch.add(dq_own, dq_root, out=dq[R:])
     for whole, roots_part, seen, own in ((dk, dk_roots, dk_root, dk_own), (dv, dv_roots, dv_root, dv_own)):
+        # A root's keys were seen by the root itself and by its branches.
         torch.add(roots_part, seen, out=whole[:R])
         whole[R:] = own
     return dq, dk, dv
@@ -328,6 +337,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    # Log-sums are for the backward pass only: their gradient is never asked for.
     gradients = _packed_flash_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window)
     return (*gradients, None, None, None, None)
 

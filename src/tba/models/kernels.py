@@ -47,7 +47,9 @@ def _merge(
     a = tl.load(sums_one + head * T + token, mask=inside, other=0.0)
     b = tl.load(sums_other + head * T + token, mask=inside, other=0.0)
     larger = tl.maximum(a, b)
+    # Relative to the larger log-sum: the exponentials cannot overflow.
     merged = larger + tl.log(tl.exp(a - larger) + tl.exp(b - larger))
+    # One of a head's D columns writes the head's log-sum.
     tl.store(sums + head * sums_stride + token, merged, mask=inside & (column % D == 0))
     place = token * H * D + column
     x = tl.load(one + place, mask=inside, other=0.0).to(tl.float32)
@@ -90,6 +92,7 @@ def _sum_copies(
         token = tl.program_id(0).to(tl.int64) * TOKENS + step
         if token < T:
             of_key, of_value = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+            # One program sums all copies of a token, in their order: no atomics, and the same sum in every run.
             for index in range(tl.load(first + token), tl.load(first + token + 1)):
                 place = tl.load(places + index).to(tl.int64) * WIDTH + column
                 of_key += tl.load(d_keys + place, mask=inside, other=0.0).to(tl.float32)
@@ -122,6 +125,7 @@ def _accumulate(
 ):
     program = tl.program_id(0)
     tensor, start = tl.load(tensor_of + program), tl.multiple_of(tl.load(start_of + program), 16)
+    # Addresses are data: first those of the sums, then those of the gradients, N each.
     total = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(tl.float32)), 16)
     kind = tl.bfloat16 if IS_BF16 else tl.float16
     gradient = tl.multiple_of(tl.load(addresses + N + tensor).to(tl.pointer_type(kind)), 16)
@@ -167,6 +171,7 @@ def accumulate(sums: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> li
     """fp32 sums with the gradients added, in place; None = the gradients are the first, and the sums are new tensors."""
     device, sizes = gradients[0].device, tuple(gradient.numel() for gradient in gradients)
     totals = _empty_like(gradients, sizes) if sums is None else list(sums)
+    # Cached by the sizes, which are those of the model in every step; addresses of gradients are not.
     lengths, tensor_of, start_of = _programs(sizes, device)
     addresses = on_device(torch.tensor([tensor.data_ptr() for tensor in (*totals, *gradients)]), device)
     _accumulate[(len(tensor_of),)](
@@ -179,6 +184,7 @@ def accumulate(sums: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> li
 def _empty_like(gradients: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
     """Parts of one fp32 tensor: one allocation instead of hundreds."""
     step = ALIGNMENT // 4
+    # Each part begins at a multiple of ALIGNMENT bytes.
     padded = [-(-size // step) * step for size in sizes]
     whole = torch.empty(sum(padded), dtype=torch.float32, device=gradients[0].device)
     return [part[:size].view(like.shape) for part, size, like in zip(whole.split(padded), sizes, gradients)]
@@ -196,6 +202,7 @@ def _sums_of(place, inverse_temperature, V, BLOCK: tl.constexpr):
         inside = column < V
         value = tl.load(place + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse_temperature
         new_peak = tl.maximum(peak, tl.max(value, axis=0))
+        # What was summed relative to the old peak is brought to the new one.
         shrink = tl.exp(peak - new_peak)
         weight = tl.exp(value - new_peak)
         total = total * shrink + tl.sum(weight, axis=0)
@@ -261,6 +268,7 @@ class _ChosenLogProbs(torch.autograd.Function):
                 logits, targets_M[part], log_prob_M[part], entropy_M[part], log_sum_M[part], inverse_temperature, size,
                 BLOCK=min(CHUNK, triton.next_power_of_2(size)), num_warps=8,
             )  # fmt: skip
+        # Not the logits, M x V numbers: backward computes them from these, chunk by chunk.
         ctx.save_for_backward(hidden_ME, head_VE, targets_M, log_sum_M)
         ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
         ctx.mark_non_differentiable(entropy_M)
@@ -274,6 +282,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         d_hidden_ME = torch.empty_like(hidden_ME)
         d_head_VE = None  # a frozen head (LoRA) needs none
         if ctx.needs_input_grad[1]:
+            # fp32: one product a chunk is added, and half precision would lose the small ones.
             d_head_VE = torch.zeros(head_VE.shape, dtype=torch.float32, device=head_VE.device)
         block = min(CHUNK, triton.next_power_of_2(size))
         for start in range(0, count, ctx.rows):
@@ -283,6 +292,7 @@ class _ChosenLogProbs(torch.autograd.Function):
                 logits, targets_M[part], log_sum_M[part], gradient_M[part], ctx.inverse_temperature, size,
                 BLOCK=block, num_warps=8,
             )  # fmt: skip
+            # The logits have become gradients in place (`_to_gradients`).
             torch.mm(logits, head_VE, out=d_hidden_ME[part])
             if d_head_VE is not None:
                 d_head_VE += logits.t() @ hidden_ME[part]
@@ -337,5 +347,6 @@ def chosen_log_probs(
     hidden_ME = hidden_ME.contiguous()
     if keep and torch.is_grad_enabled() and (hidden_ME.requires_grad or head_VE.requires_grad):
         return _KeptLogProbs.apply(hidden_ME, head_VE, targets_M, 1.0 / temperature)
+    # Rows of a chunk, so that rows x V logits are held at once.
     rows = max(1, logits_at_once // head_VE.shape[0])
     return _ChosenLogProbs.apply(hidden_ME, head_VE, targets_M, 1.0 / temperature, rows)

@@ -106,6 +106,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         check_has_config(Path(base))
         _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
+    # By the config alone, before tokenizer and weights: what cannot work is refused in a second.
     check_generates(config.path, shape)
     _check_generation_config(config.path, Path(base))
     with_tokenizer = path if adapter is None or _has_tokenizer(adapter) else base  # PEFT saves an adapter without one
@@ -119,6 +120,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         if adapter is not None:
             model = with_adapter(model, adapter)
         _check_vocabulary(model, tokenizer)
+        # eval: dropout off, in training too, or trainer and engine would compute different policies.
         model = model.to(device).eval()
         _check_finite(model)
     freeze_beside_text(model)
@@ -171,6 +173,7 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
 def _check_finite(model: PreTrainedModel) -> None:
     """Refuse weights with NaN or infinity: no token can be chosen, and every loss would be NaN."""
     own = [(name, p.detach()) for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() > 1]
+    # A sum is NaN or infinite if one number is: no mask of the size of a tensor is made.
     finite = torch.stack([p.sum(dtype=torch.float32) for _, p in own]).isfinite().tolist()  # one wait for the GPU
     if broken := [name for (name, _), is_finite in zip(own, finite) if not is_finite]:
         raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
@@ -329,6 +332,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first.
     Returns PEFT's PeftModel around the same model."""
     peft = _peft()
+    # PEFT draws A from the global generator: the same seed gives the same adapter.
     torch.manual_seed(seed)
     unreached = _linear_layers_without_adapter(model)
     adapter = peft.LoraConfig(
@@ -336,6 +340,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         exclude_modules=[*modules_beside_text(model), *(unreached if config.targets == "all-linear" else ())] or None,
+        # Engines compute without dropout: with it the trainer's log-probs would be another policy's.
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -409,6 +414,7 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
         if has_adapter(module):
             target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
             whole = tensors[target]
+            # Added in fp32 and rounded once, as the sum: a delta rounded by itself would lose more.
             delta = _delta(module, name, whole.device, weights.tensors)
             tensors[target] = (whole.float() + delta).to(whole.dtype)
     return Weights(version=weights.version, tensors=tensors)
@@ -437,6 +443,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     if not has_lora(model):
         yield
         return
+    # For the whole model: nothing else may compute with it while the context lasts.
     model.disable_adapters()
     try:
         yield
@@ -481,6 +488,7 @@ def _peft() -> Any:
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Keep each layer's input only, and compute the layer again in the backward pass."""
+    # Non-reentrant: the reentrant kind wants inputs with gradients, which a frozen embedding does not give.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers asks the layer whether it trains. Dropout modules stay off; some layers drop by a rate of their own.
     for module in model.modules():
@@ -524,6 +532,7 @@ def use_cpu(threads: int | None = None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if not gains_by_onednn(platform.machine(), CPU_INFO.read_text() if CPU_INFO.exists() else ""):
+        # A setting of the whole process, not of one model.
         torch.backends.mkldnn.set_flags(False)
 
 

@@ -59,6 +59,7 @@ def chosen_log_probs(
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
         from tba.models.kernels import chosen_log_probs as fused
 
+        # Asked before the logits exist: the answer decides which of two backward passes is prepared.
         keep = hidden_MD.requires_grad and _may_keep_logits(hidden_MD, head_VD)
         at_once = LOGITS_PER_CHUNK_CUDA
         return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=at_once, keep=keep)
@@ -135,6 +136,7 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         slopes_MV = _large(rows, words, hidden_MD.dtype) if trains and rows * words <= KEPT_LOGITS else None
         log_prob_M, entropy_M, sum_M = (hidden_MD.new_empty(rows) for _ in range(3))
         for part in _parts(rows, words):
+            # Rows of the kept matrix, to be filled with slopes; None: slopes are not kept.
             own_RV = None if slopes_MV is None else slopes_MV[part]
             found = _compute(hidden_MD[part], targets_M[part], head, slopes_RV=own_RV)
             log_prob_M[part], entropy_M[part], sum_M[part] = found
@@ -150,11 +152,13 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         hidden_MD, head_VD, bias_V, targets_M, sum_M, slopes_MV = ctx.saved_tensors
         wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=ctx.softcap, temperature=ctx.temperature)
+        # Slopes are -s d log pi / d (W h / temperature): -s and the temperature come in here, one number a row.
         factor_M1 = (gradient_M / (sum_M * -ctx.temperature))[:, None]
         d_hidden_MD = torch.zeros_like(hidden_MD) if wants_hidden else None
         d_head_VD = torch.empty_like(head_VD) if wants_head else None
         d_bias_V = torch.zeros_like(bias_V) if wants_bias else None
         (rows, words), kept = (hidden_MD.shape[0], head_VD.shape[0]), 0.0  # what lies in a new matrix does not count
+        # Kept slopes are one product over all rows; others are computed again, some rows at a time.
         for part in _parts(rows, words) if slopes_MV is None else [slice(0, rows)]:
             if not factor_M1[part].any():  # tokens without weight
                 continue
@@ -196,13 +200,16 @@ def _compute(
     for part in _parts(rows, words, LOGITS_IN_CACHE):
         z_BV, target_B1 = logits_RV[part], targets_R[part, None]
         bent_BV = _finish(z_BV, head)
+        # In place and in cache: from here on z is relative to the row's largest logit.
         z_BV -= z_BV.amax(dim=1, keepdim=True)
         e_BV = slopes_RV[part] if slopes_RV is not None else spare_BV[: len(z_BV)]  # type: ignore[index]
         torch.exp(z_BV, out=e_BV)
         sum_R[part] = sum_B = e_BV.sum(dim=1)
         log_prob_R[part] = z_BV.gather(1, target_B1)[:, 0] - sum_B.log()
+        # z is used up here: the chosen logit has been read before.
         entropy_R[part] = sum_B.log() - z_BV.mul_(e_BV).sum(dim=1) / sum_B
         if slopes_RV is not None:
+            # e - s onehot = -s d log pi / dz: the sign and s come off in the backward pass.
             e_BV.scatter_add_(1, target_B1, -sum_B[:, None])
             if bent_BV is not None:
                 e_BV.mul_(bent_BV)

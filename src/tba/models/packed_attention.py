@@ -48,6 +48,7 @@ class PackedLayout:
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # An upper bound: the longest branch need not be one of the longest root.
         self.longest = max(self.root_lengths) + max(self.branch_lengths, default=0)
         self.flash_plan = FlashPlan.make(
             root_lengths=self.root_lengths,
@@ -120,6 +121,7 @@ class PackedLayout:
         real = torch.cat([root_column < own_root[:, None], own_column < branch_lengths[:, None]], dim=1)
         query_position = own_root[:, None] + own_column
         distance = query_position[:, :, None] - key_position[:, None, :]
+        # By positions and not by columns: roots are padded, so columns of a branch do not tell how far apart tokens are.
         seen = real[:, None, :] & (distance >= 0)
         if window is not None:
             seen &= distance < window
@@ -158,8 +160,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]. `s_aux` [H] are the
     logits of attention sinks (GPT-OSS)."""
+    # A layer that computed without the layout would let every sequence of the row see those before it.
     if packed_layout is None:
         raise ValueError("the model does not hand keyword arguments on to its attention")
+    # An argument that is not known here may change what the model computes: the model is refused.
     unknown = [name for name, value in others.items() if value is not None and name not in MAY_BE_IGNORED]
     if unknown or is_causal is False:
         raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
@@ -260,6 +264,7 @@ def softcapped_attention(
     group = query.shape[-3] // key.shape[-3]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
+    # Capped before the mask is added: tanh would turn -inf into a finite score.
     scores = torch.tanh(torch.matmul(query, key.transpose(-1, -2)) * (scale / cap)) * cap + mask
     # The soft-max is fp32 whatever the model's dtype: sums over many keys lose their small terms in half precision.
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
@@ -287,5 +292,6 @@ def _with_sinks(mask: Tensor | None, sinks_H: Tensor, queries: int, keys: int) -
 
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Switch a model to packed attention; it then needs `packed_layout=` in every forward call."""
+    # Registered anew: the trial of packed_check.py leaves its counting attention under this name.
     AttentionInterface.register(NAME, packed_attention)
     model.set_attn_implementation(NAME)

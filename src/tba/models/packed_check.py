@@ -74,6 +74,7 @@ def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | No
     except Exception:  # some models count their layers elsewhere too
         count = None
         in_own_dtype = _trial_of_the_whole(model, lengths[0])
+    # The packed trial: plain passes in fp32, then the same sequences through `outputs`.
     with _abridged(layers, count) as num_layers:
         try:
             with _in_fp32(model) as is_changed:
@@ -82,6 +83,7 @@ def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | No
                 trials += [_Trial.make(model, length) for length in lengths[1:]]
                 called = _use_counted_attention(model)
                 problem = next((found for trial in trials if (found := trial.problem(outputs, LARGEST_SHARE))), None)
+            # Right log-probs of few tokens are not enough: a layer that never calls attention mixes tokens its own way.
             if problem is None and num_layers not in (None, len(called)):
                 problem = f"{len(called)} of {num_layers} layers are attention that can be packed"
             if problem is None and is_changed:
@@ -112,6 +114,7 @@ class _Trial:
         device, vocabulary = next(model.parameters()).device, int(model.config.get_text_config().vocab_size)
         scored = min(SCORED_TOKENS, length - 1)
         sizes = (length - scored + 1, scored, min(3, scored), 2, min(4, scored))
+        # Fixed tokens that rarely repeat, so that what leaks from a neighbour changes the log-probs.
         tokens = torch.arange(1, sum(sizes) + 1, device=device) * 7919 % vocabulary
         first, longest, short, second, other = tokens.split(sizes)
         prompts, responses = (first, second), ((longest, short) if length <= SHORT_TOKENS else (longest,), (other,))
@@ -149,6 +152,7 @@ def _lengths(config: Any, max_length: int | None) -> list[int]:
     reach, so that what lies beyond it has weight."""
     text = config.get_text_config()
     limits = [getattr(text, name, None) for name in WINDOWS] + [switch_length(config)]
+    # A window as long as the longest sequence never cuts anything off, and need not be tried.
     reached = [limit for limit in limits if isinstance(limit, int) and limit < (max_length or limit + 1)]
     longest = max(reached, default=0)
     beyond = min(longest + max(longest // 8, 8), max_length or 2 * longest + 8)
@@ -196,6 +200,7 @@ def _abridged(layers: tuple[nn.Module, str, nn.ModuleList] | None, count: int | 
         yield None
         return
     parent, name, whole = layers
+    # The layers are not copied: the model has a shorter list of the same modules meanwhile.
     few = whole if count is None else nn.ModuleList(list(whole)[:count])
     setattr(parent, name, few)
     try:
@@ -217,6 +222,7 @@ def _in_fp32(model: PreTrainedModel) -> Iterator[bool]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     for tensor, own in kept:
+        # Through .data, so that the parameters stay the same objects, tied ones too.
         tensor.data = own.float()
     try:
         yield bool(kept)

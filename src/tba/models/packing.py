@@ -65,6 +65,7 @@ class PackedTokens:
 def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, device: torch.device) -> PackedTokens:
     """Pack prompts, each with its responses (at least one token each), into one row: prompts are roots, responses of two
     tokens and more are branches; a single token needs only its prompt."""
+    # Layout of T: all prompts, then the branches of the first prompt, of the second, and so on.
     distinct, copies = _distinct(responses)
     roots = np.array([len(prompt) for prompt in prompts])
     root_ends = roots.cumsum()
@@ -72,6 +73,7 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, de
     lengths, root_of = sizes - 1, np.repeat(np.arange(len(prompts)), [len(own) for own in distinct])
     starts = root_ends[-1] + lengths.cumsum() - lengths
     within_M = counted(sizes)
+    # A response's first token is predicted at its prompt's end, each other one at the token before it.
     predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
     is_branch = lengths > 0
     layout = PackedLayout(
@@ -100,11 +102,13 @@ def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedToken
     the index into M of its tokens. A part without responses is left out, and what needs no split stays as it is."""
     device = packed.input_ids_T.device
     parts: list[tuple[list[Tensor], list[list[Tensor]], Tensor]] = []
+    # Two packs of the same prompts, each with its own responses; `start` runs over M as in the whole.
     for is_long in (False, True):
         prompts, responses, indices, start = list[Tensor](), list[list[Tensor]](), list[Tensor](), 0
         for prompt, own in zip(packed.prompts, packed.responses):
             chosen = []
             for response in own:
+                # The last token of a response is not read, so it does not count.
                 if (len(prompt) + len(response) - 1 > length) == is_long:
                     chosen.append(response)
                     indices.append(torch.arange(start, start + len(response)))
@@ -127,6 +131,7 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
         first: dict[bytes, int] = {}
         kept: list[Tensor] = []
         for response in own:
+            # Equal only within a prompt: after another prompt the same tokens have other log-probs.
             key = response.cpu().numpy().tobytes()
             if key not in first:
                 first[key] = start
@@ -169,6 +174,7 @@ def split_by_budget(
             tokens += added
         else:
             batches.append([item])
+            # Costs depend on the batch: in a new one the item pays its prompt again.
             tokens = cost([], item)
     return batches
 

@@ -49,11 +49,13 @@ def check_there(what: str, path: str) -> None:
     ask again and again, for a minute, before it gives up."""
     if Path(path).expanduser().is_dir() or Path(resolve_path(path)).is_dir():
         return
+    # Imported here: only names that may be on the hub need it.
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     here = f"{what}: there is no such folder{nearest_folder(path)}"
     try:
+        # A download of earlier serves offline: one of the two files says that the model or adapter is there.
         kept = [try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json")]
     except HFValidationError:
         raise ValueError(f"{here}, and it is no hub name (owner/name). Give one of them.") from None

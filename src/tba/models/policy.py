@@ -99,6 +99,7 @@ class PolicyModel:
 
     def forward(self, packed: PackedTokens, *, temperature: float) -> Forward:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
+        # M distinct response tokens; `expand` gives N, all that were packed, equal responses included.
         log_pi, entropy, hidden = self._compute(packed, temperature)
         if hidden is None:
             return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
@@ -122,6 +123,7 @@ class PolicyModel:
                 f"train.ranks: {type(self.model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "
                 "train.ranks=1."
             )
+        # Layers first: parameters that are left belong to the group of the outermost module.
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         # What lies around the layers stays whole from the forward pass to the backward pass: the head is used in both.
@@ -141,9 +143,11 @@ class PolicyModel:
         if not self.packed:
             return self._outputs_one_by_one(packed, temperature)
         if self.switch is not None and packed.layout.longest > self.switch:
+            # Short and long sequences have different rotary angles, and one packed row has one set of them.
             parts = split_by_length(packed, self.switch)
             if len(parts) > 1:
                 return self._outputs_of_parts(parts, temperature)
+        # Trunk and head apart: logits of all T tokens would be T x V numbers, and only M are wanted.
         head = self.model.get_output_embeddings()
         hidden = trunk_of(self.model)(
             input_ids=packed.input_ids_T[None],
@@ -157,6 +161,7 @@ class PolicyModel:
             hidden_MD,
             head_VD,
             packed.targets_M,
+            # A scale of the logits is one over a temperature, so the two are one division.
             temperature=temperature / _logit_scale(config),
             bias_V=getattr(head, "bias", None),
             softcap=getattr(config, "final_logit_softcapping", None),
@@ -168,6 +173,7 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor, None]:
         """Parts that have rotary angles of their own, one after the other; their outputs in the order of the whole."""
         found = [self._outputs(part, temperature) for part, _ in parts]
+        # index_M tells where each token of a part stood in the whole: sorting by it puts them back.
         order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
         return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
 
@@ -186,6 +192,7 @@ class PolicyModel:
     @torch.no_grad()
     def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
         """Log-probs of the canary tokens under the given weights, as published."""
+        # The searcher's half is in searcher/process.py: the same tokens, scored by its engine.
         tokens = canary_tokens(self.vocabulary, CANARY_TOKENS)
         return self.log_probs_under(tensors, tokens[:1], tokens[1:], temperature=1.0)
 
@@ -200,6 +207,7 @@ class PolicyModel:
             # The model attends by layouts from now on: one root is a plain sequence.
             options["packed_layout"] = PackedLayout(root_lengths=[len(tokens) - 1], device=self.device)
         published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        # The model's own parameters stay as they are: the trainer may be a step beyond what it published.
         output = functional_call(self.model, published, (tokens[None, :-1],), options)
         log_probs = torch.log_softmax(output.logits[0, len(prompt_ids) - 1 :].float() / temperature, dim=-1)
         return log_probs.gather(1, tokens[len(prompt_ids) :, None])[:, 0].double().cpu().numpy()
@@ -259,6 +267,7 @@ class LogZ(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_TH: Tensor, prompt_spans: tuple[tuple[int, int], ...]) -> Tensor:
+        # Over the prompt's tokens only: log Z may not see a response.
         means_PH = torch.stack([hidden_TH[start : start + length].mean(dim=0) for start, length in prompt_spans])
         width = means_PH.shape[1]
         scaled_PH = nn.functional.rms_norm(means_PH.detach().float(), (width,), eps=SMALLEST_SQUARE)

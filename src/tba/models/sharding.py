@@ -48,9 +48,11 @@ def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
     if is_sharded(like) and not is_sharded(tensor):
         from torch.distributed.tensor import DTensor
 
+        # A moment is kept as plain rows: it gets the layout of its parameter, to be gathered like it.
         mesh, placements = sharded.device_mesh, sharded.placements
         rows = tensor.to(sharded.device)  # moments may be offloaded
         tensor = DTensor.from_local(rows, mesh, placements, shape=sharded.shape, stride=sharded.stride())
+    # A collective for sharded tensors: a rank that does not call it leaves the others waiting.
     whole: Any = tensor.detach()
     return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)
 
@@ -61,6 +63,7 @@ def own_rows(whole: Tensor | None, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = like
+    # Ranks other than 0 give memory of the right shape: distribute_tensor sends them rank 0's rows.
     empty = torch.empty(sharded.shape, dtype=torch.float32, device=sharded.device)
     given = empty if whole is None else empty.copy_(whole)
     return distribute_tensor(given, sharded.device_mesh, sharded.placements).to_local()

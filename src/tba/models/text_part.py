@@ -29,6 +29,7 @@ def text_parameters(model: PreTrainedModel) -> set[str]:
     if model.config.get_text_config() is model.config:
         return {name for name, _ in model.named_parameters()}
     head = model.get_output_embeddings()
+    # By identity: a tied head is the embedding, and names differ from those inside the part.
     text = {id(found) for part in (trunk_of(model), head) if part is not None for found in part.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in text}
 
@@ -80,6 +81,7 @@ def switch_length(model_config: Any) -> int | None:
     Phi-3.5, Phi-4-mini; dynamic: beyond the context); None = the angles do not depend on the length."""
     text = model_config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
+    # Some configs have rotary settings for each kind of layer (Gemma 3), one dict inside the other.
     by_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
     lengths = []
     for parameters in rope.values() if by_layer_type else [rope]:

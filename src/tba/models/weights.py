@@ -52,6 +52,7 @@ def check_fits(
 
 def make_weights(model: nn.Module, *, version: int) -> Weights:
     """The parameters that train, as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
+    # Views: what must outlive the next optimizer step has to be copied by its taker.
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Weights(version=version, tensors=tensors)
 
@@ -62,6 +63,7 @@ class CanaryMismatch(RuntimeError):
 
 def canary_tokens(vocabulary: int, length: int) -> np.ndarray:
     """Fixed pseudo-random token ids, the same in every process."""
+    # By arithmetic and not by a generator: trainer and searchers need no seed in common.
     return ((np.arange(length + 1, dtype=np.int64) * 7919 + 17) * 104729 % vocabulary).astype(np.int32)
 
 
@@ -93,6 +95,7 @@ class CanaryCheck:
     def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
         """Raise unless `computed` is the canary of the published weights; returns the gap."""
         gap = distance(published, computed)
+        # Set once, at the first version: later gaps are judged by what rounding does to this pair of trainer and engine.
         if self.tolerance == 0.0:
             self.tolerance = SAFETY_FACTOR * max(min(gap, LARGEST_FIRST_GAP), SMALLEST_GAP)
         if gap > self.tolerance:

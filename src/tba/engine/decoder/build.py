@@ -67,7 +67,9 @@ def make_decoder(model: PreTrainedModel, *, max_length: int, dtype: torch.dtype,
             "shorten prompts (task.max_prompt_tokens) or responses (generate.max_new_tokens)."
         )
     decoder = Decoder(spec, weights, rotations)
+    # By the same placements as every published bundle: a wrong one fails the check below.
     decoder.load(model.state_dict())
+    # Tensors in their places say nothing of what a family computes with them: this does.
     check_decoder(model, decoder, max_length)
     return decoder
 
@@ -103,6 +105,7 @@ def _rotations(model: PreTrainedModel, spec: DecoderSpec, max_length: int, devic
     kinds = sorted(set(spec.rotary_kinds) - {""})
     if not kinds:
         return {}
+    # The model's module and not a formula: scaling types (linear, yarn, llama3) change angles and amplitude.
     rotary: Any = next((m for name, m in trunk_of(model).named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise UnsupportedModel(f"model type {spec.family!r} has no rotary_emb module to take its angles from")
@@ -134,6 +137,7 @@ class _Builder:
         self.spec, self.names, self.dtype, self.device = spec, names, dtype, device
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         text = text_parameters(model)
+        # Parts that see images, and buffers: a bundle may hold them, and the decoder has no place for them.
         beside = {name for name, _ in model.named_parameters() if name not in text}
         self.ignored = {name for name, _ in model.named_buffers()} | beside
         self.placements: dict[str, Placement] = {}
@@ -152,6 +156,7 @@ class _Builder:
             placements=self.placements,
             ignored=frozenset(self.ignored),
         )
+        # A tensor without a place is a computation that the decoder would leave out in silence.
         unused = [name for name in self.shapes if name not in self.placements and name not in self.ignored]
         if unused:
             raise UnsupportedModel(f"{spec.family} model has a tensor the decoder does not know: {unused[0]}")
@@ -245,6 +250,7 @@ class _Builder:
         turned: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
+        # Shapes only, on the meta device: nothing is allocated to learn how a source is turned.
         shapes = [turned(torch.empty(self._shape(name), device="meta")).shape for name, _ in sources]
         target = torch.zeros(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=self.device)
         start = 0
@@ -321,6 +327,7 @@ def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     """Log-probs of a few random tokens must be those of the model's own forward pass; of more where windows are short."""
     short = [window for window in decoder.spec.windows if window is not None and window <= LONGEST_WINDOW]
     length = min(max(12, *(window + 4 for window in short), 0), max_length)
+    # The same tokens at every start, so that a model that passes once passes again.
     ids = torch.randint(decoder.spec.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     expected = _own_log_probs(model, ids)
     positions = torch.arange(length).expand(2, -1).reshape(-1).to(decoder.device)
@@ -346,11 +353,13 @@ def check_engine(model: nn.Module, engine: Engine, decoder: Decoder, max_length:
         return
     requests = _requests(decoder.spec.vocab_size, num_tokens, max_length)
     sampling = Sampling(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
+    # The engine's own loop: queue, prefill, slots and sampling all take part.
     completions = list(engine.generate(requests, samples_per_prompt=SAMPLES, sampling=sampling))
     prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
     rows = [torch.from_numpy(np.concatenate((prompts[done.prompt_id], done.token_ids))).long() for done in completions]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding comes last: no real token sees it
     log_probs = _own_log_probs(model, ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    # Column t predicts token t + 1: the columns of a response begin at its prompt's last token.
     parts = [slice(len(prompts[done.prompt_id]) - 1, len(row) - 1) for done, row in zip(completions, rows)]
     expected = torch.cat([found[part] for found, part in zip(log_probs, parts)])
     found = torch.from_numpy(np.concatenate([done.policy_log_probs for done in completions]))
@@ -380,6 +389,7 @@ def _requests(vocabulary: int, num_tokens: int, max_length: int) -> list[Request
 @torch.no_grad()
 def _own_log_probs(model: nn.Module, ids_BT: Tensor) -> Tensor:
     """Log-probs [B, T, V] by the model's own forward pass."""
+    # Dropout would make the model's own log-probs random.
     was_training, _ = model.training, model.eval()
     logits = model(input_ids=ids_BT.to(next(model.parameters()).device), use_cache=False).logits
     model.train(was_training)

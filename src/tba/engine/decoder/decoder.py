@@ -105,6 +105,7 @@ class Decoder:
         for index in range(last):
             x = self._layer(index, x, rotations[self.spec.rotary_kinds[index]], attend)
         layer = self.weights.layers[last]
+        # The last layer's query is not needed, but storing its keys and values goes by the same way.
         self._query(last, _normed(layer.attention_norm, x), rotations[self.spec.rotary_kinds[last]], attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -152,6 +153,7 @@ class Decoder:
     def _query(self, index: int, x: Tensor, rotation: Tensor | None, attend: Attend) -> Tensor:
         """Project, rotate, store keys and values -> query [N, H, D] in fp32."""
         spec, layer = self.spec, self.weights.layers[index]
+        # Heads of the stacked matrix: H queries, then K keys, then K values.
         heads = layer.qkv(x.to(self.dtype)).view(x.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         query_key = heads[:, : spec.num_heads + spec.num_kv_heads].float()
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -161,6 +163,7 @@ class Decoder:
             )
         if rotation is not None:
             query_key = rotate(query_key, rotation)
+        # Stored before they are attended to: a token sees itself, and the cache holds keys that are rotated.
         attend.store(index, query_key[:, spec.num_heads :], heads[:, spec.num_heads + spec.num_kv_heads :].float())
         return query_key[:, : spec.num_heads]
 
@@ -189,6 +192,7 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
 def rotate(heads_NHD: Tensor, rotation: Tensor) -> Tensor:
     """Rotary embedding as one complex product: `build` stores the two numbers of a pair side by side."""
     size = 2 * rotation.shape[-1]
+    # Only the leading numbers of a head turn; with partial rotation the rest passes through.
     pairs = torch.view_as_complex(heads_NHD[..., :size].unflatten(-1, (-1, 2)))
     rotated = torch.view_as_real(pairs * rotation).flatten(-2)
     return rotated if size == heads_NHD.shape[-1] else torch.cat((rotated, heads_NHD[..., size:]), dim=-1)
@@ -204,6 +208,7 @@ class DecoderAdapter:
         """`model` has the adapter: its shapes and scales count, its values do not. It changes nothing until it is loaded."""
         self.placements: dict[str, Placement] = {}
         modules = dict(_adapted_modules(model))
+        # A named tensor may fill rows of a stacked matrix: views share its storage, by which the matrix is found.
         places = {_storage(linear.weight): linear for layer in weights.layers for linear in _linears(layer)}
         sources: dict[int, list[tuple[str, Placement]]] = {}
         for name in modules:
@@ -217,12 +222,14 @@ class DecoderAdapter:
     def _place(self, linear: Linear, sources: list[tuple[str, Placement]], modules: Mapping[str, Any]) -> LowRank:
         num_rows, num_columns = linear.weight.shape
         ranks = [modules[name].r[ADAPTER] for name, _ in sources]
+        # Zeros: before the first adapter is loaded the change is none. Sources of one matrix have ranks side by side.
         low_rank = LowRank(
             down=linear.weight.new_zeros(sum(ranks), num_columns), up=linear.weight.new_zeros(num_rows, sum(ranks))
         )
         start = 0
         for (name, base), rank in zip(sources, ranks):
             module, part = modules[name], slice(start, start + rank)
+            # Row of the stacked matrix at which this source's part begins.
             first = base.target.storage_offset() // num_columns
             rows = slice(first, first + base.target.shape[0])
             self.placements[_part_name(name, "A")] = Placement(
@@ -231,6 +238,7 @@ class DecoderAdapter:
                 arrange=lambda given: given,
             )
             self.placements[_part_name(name, "B")] = Placement(
+                # The rest of `up` stays zero: a source's ranks change its own rows alone.
                 target=low_rank.up[rows, part],
                 shape=tuple(module.lora_B[ADAPTER].weight.shape),
                 arrange=_arranged_like(base, module),

@@ -101,6 +101,7 @@ WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_os
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
+    # A config may carry a window that its family does not apply: hence the two lists.
     window, layers = getattr(config, "sliding_window", None), config.num_hidden_layers
     if config.model_type in WINDOW_BY_LAYER:
         return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
@@ -109,6 +110,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
     shape = _shape_of(config)
+    # The share of a head that turns; the rest of it knows no position.
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     values = {
         "mlp_size": config.intermediate_size,
@@ -124,6 +126,7 @@ def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
 
 
 def _smollm3(config: Any, *, tied: bool) -> DecoderSpec:
+    # 1 in no_rope_layers means that the layer rotates, whatever the name says.
     kinds = tuple("all" if rotates else "" for rotates in config.no_rope_layers)
     return _llama_like(config, tied=tied, rotary_kinds=kinds)
 
@@ -195,6 +198,7 @@ def _gemma3(config: Any, *, tied: bool) -> DecoderSpec:
 
 def _gpt2(config: Any, *, tied: bool) -> DecoderSpec:
     shape, layers = _shape_of(config), config.num_hidden_layers
+    # GPT-2 may divide a layer's scores by its number, counted from 1.
     scale = shape["head_dim"] ** -0.5 if config.scale_attn_weights else 1.0
     by_layer = config.scale_attn_by_inverse_layer_idx
     return DecoderSpec(

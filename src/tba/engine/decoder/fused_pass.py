@@ -84,6 +84,7 @@ class FusedPass:
         added: Added | None = None
         for index in range(self.spec.num_layers):
             added = self._layer(index, x_NE, added, positions_N, attend)
+        # The last layer's sum is still to be added: each addition waits for the norm that follows, one kernel for both.
         return self._add_norm(x_NE, added, self.weights.final_norm)
 
     def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend) -> None:
@@ -105,6 +106,7 @@ class FusedPass:
         """Adds what the layer before adds to the residual stream x, and returns what this layer's MLP adds."""
         layer, spec = self.weights.layers[index], self.spec.experts
         qkv = self._projected(index, x, added)
+        # A decode step over pages; other passes store first and attend then.
         if isinstance(attend, AttendProjected):
             rotations = self.rotations.get(self.spec.rotary_kinds[index])
             attended = attend.attend_projected(index, qkv, rotations, *layer.head_norms(self.spec))
@@ -138,6 +140,7 @@ class FusedPass:
 
         spec, layer = self.spec, self.weights.layers[index]
         if isinstance(attend, CausalAttention):
+            # The kernel writes into the tables themselves: `store` would copy them onto themselves.
             keys, values = attend.storage(index, qkv.device)
         else:
             keys, values = qkv.new_empty(2, qkv.shape[0], spec.num_kv_heads, spec.head_dim)
@@ -164,6 +167,7 @@ class FusedPass:
         for norm, size in zip((layer.query_norm, layer.key_norm), sizes):
             assert norm is not None
             part = qkv[:, start : start + size]
+            # The kernels that follow read qkv and norm by head only: this norm must have happened.
             part.copy_(norm(part.float()))
             start += size
 
@@ -180,6 +184,7 @@ class FusedPass:
         """Sum that a product adds to the residual stream, normed where its output is."""
         from tba.engine.kernels.layer import linear_parts
 
+        # A post-norm needs the whole sum, so the parts could not wait for the next norm.
         tile = self._tile("parts", linear, x) if post_norm is None else None
         if tile is None:
             return Added(self._normed(linear(x), post_norm))
@@ -189,6 +194,7 @@ class FusedPass:
         """How our own kernel cuts this product; None = cuBLAS serves."""
         from tba.engine.kernels.layer import choose_tile
 
+        # Our products know no second matrix: a Linear with an adapter beside it computes both by cuBLAS.
         return None if linear.low_rank is not None else choose_tile(kind, x, linear.weight)
 
     def _add_norm(self, x: Tensor, added: Added | None, norm: Norm | None) -> Tensor:

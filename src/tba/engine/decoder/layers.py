@@ -66,6 +66,7 @@ def attention(
     if sinks_H is not None:
         if spec.group > 1:
             key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
+        # Sinks add to the soft-max's sum by hand, and that code knows no is_causal.
         mask = causal_mask(query, key) if mask is None else mask
         return attention_with_sinks(query, key, value, mask, sinks_H[:, None, None], scale=scale)
     if cap is None:
@@ -79,6 +80,7 @@ def attention_with_sinks(
     """Attention whose soft-max has one more score for each query, of which nothing is read: weights sum to less than 1.
     `sinks` has the shape of scores with one key, or broadcasts to it."""
     scores = (torch.matmul(query, key.transpose(-1, -2)) * scale + mask).float()
+    # The sink takes part in the maximum: alone it may be the largest, and exp would overflow.
     largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
     weights = torch.exp(scores - largest)
     weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(sinks - largest))
@@ -143,6 +145,7 @@ class CausalAttention:
         """The tensors [N, K, D] of a layer's keys and values; a kernel that fills them at once needs no `store`."""
         spec = self.spec
         if self._tables is None:
+            # Without `keep` one layer's tables serve all: each layer writes over those of the one before.
             shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
             keys, values = (torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2))
             self._tables = (keys, values)
@@ -163,6 +166,7 @@ class CausalAttention:
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
         columns = self.shape[1]
+        # No key is out of sight: None lets the fused kernels be causal without a mask.
         if window is None or window >= columns:
             return None
         if window not in self.masks:
@@ -186,10 +190,12 @@ def choose_experts(logits_NX: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor
 def apply_experts(x_NE: Tensor, experts: Experts, spec: ExpertsSpec, gated: Callable[[Tensor], Tensor]) -> Tensor:
     """Sum that the experts add to each token [N, E], fp32; `gated` turns gate over up [R, 2 F] into [R, F]."""
     weight_NC, chosen_NC = choose_experts(experts.router(x_NE), spec)
+    # Rows by expert: the rows of expert x end at ends_X[x], as grouped products take them.
     expert_R, order_R = torch.sort(chosen_NC.flatten(), stable=True)
     counts_X = torch.zeros(spec.num_experts, dtype=torch.int32, device=x_NE.device)
     counts_X.scatter_add_(0, expert_R, torch.ones_like(expert_R, dtype=torch.int32))
     ends_X = counts_X.cumsum(0, dtype=torch.int32)
+    # Row r of the flat choices is of token r // C.
     rows = x_NE[order_R // spec.num_chosen]
     inner = gated(_grouped(rows, experts.up, experts.up_bias, expert_R, ends_X))
     output = _grouped(inner, experts.down, experts.down_bias, expert_R, ends_X)

@@ -107,6 +107,7 @@ class DecoderSpec:
     def num_active_weights(self) -> int:
         """Number of weights of all layers that a token meets: of experts those of the chosen ones."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        # A gated MLP has gate, up and down; the attention's share is query, key, value and output.
         matrices, sizes = 3 if self.gated else 2, [self.mlp_size] * self.num_layers
         if self.experts is not None:
             chosen = self.experts.num_chosen * self.experts.mlp_size
@@ -133,6 +134,7 @@ class Linear:
     low_rank: LowRank | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        # The scale of the adapter is in `up` already (`DecoderAdapter`).
         y = F.linear(x, self.weight, self.bias)
         if self.low_rank is not None:
             y.addmm_(F.linear(x, self.low_rank.down), self.low_rank.up.t())
@@ -140,6 +142,7 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add linear(x) to the residual in place; in one kernel where the types allow it."""
+        # addmm takes one dtype: with half-precision matrices the fp32 residual cannot be its target.
         if self.bias is None and self.low_rank is None and residual.dtype == self.weight.dtype:
             residual.addmm_(x, self.weight.t())
         else:

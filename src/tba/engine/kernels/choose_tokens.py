@@ -45,6 +45,7 @@ def _logits(logits, row, column, V, cap, HAS_CAP: tl.constexpr):
 @triton.jit
 def _allowed(value, is_stop, column, V, forbids):
     """The same logits with stop tokens at -inf where they are forbidden."""
+    # Rows that forbid nothing load nothing: the mask is empty for them.
     stop = tl.load(is_stop + column, mask=column < tl.where(forbids, V, 0), other=0) != 0
     return tl.where(stop, float("-inf"), value)
 
@@ -53,12 +54,14 @@ def _allowed(value, is_stop, column, V, forbids):
 def _rank(value, SHIFT: tl.constexpr):
     """Integers in the order of the numbers. SHIFT leaves out bits that are alike in all of them: bf16 has 16."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # there are two zeros
+    # Negative floats order the other way round as integers: all bits but the sign are turned.
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _number(rank, SHIFT: tl.constexpr):
     """The number of a rank."""
+    # Bits that were left out are 0 in the float, which are ones in a negative number's rank.
     full = (rank << SHIFT) | tl.where(rank < 0, (1 << SHIFT) - 1, 0)
     return (full ^ ((full >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -89,12 +92,14 @@ def _find_cuts(
     k, p = tl.load(top_k + row * int_stride).to(tl.int32), tl.load(top_p + row * float_stride)
     is_cut = ((k > 0) & (k < V)) | (p < 1.0)
     is_idle = (tl.load(done + row * int_stride) != 0) | (tl.load(greedy + row * int_stride) != 0)
+    # Keeps everything: every row has a cut, and rows that ask for none leave with this one.
     tl.store(cuts + row, LOWEST >> SHIFT)
     tl.store(last_ids + row, V)
     if is_idle | (is_cut == 0):
         return
     forbids = tl.load(num_tokens + row * int_stride) < tl.load(min_new_tokens + row * int_stride)
     heat = tl.load(temperature + row * float_stride)
+    # Largest allowed logit of the row: exponentials below are of differences to it.
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -112,12 +117,14 @@ def _find_cuts(
             logits, is_stop, row, middle.to(tl.int32), peak, heat, forbids, V, cap, HAS_CAP, SHIFT, BLOCK
         )
         low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle - 1)
+    # Rank of the k-th token (without top_k the lowest). Of the tokens that have it, as many stay as k still allows.
     floor = low
     above, mass_above = _from_rank(
         logits, is_stop, row, (floor + 1).to(tl.int32), peak, heat, forbids, V, cap, HAS_CAP, SHIFT, BLOCK
     )
     ties = k - above
     weight = tl.exp((_number(floor.to(tl.int32), SHIFT) - peak) / heat)
+    # top_p counts shares of what top_k left, ties at its rank included as far as they stay.
     target = p * (mass_above + ties * weight)
 
     # top_p: the highest rank at which the mass reaches the target; what top_k left reaches it at its own.
@@ -128,6 +135,7 @@ def _find_cuts(
             logits, is_stop, row, middle.to(tl.int32), peak, heat, forbids, V, cap, HAS_CAP, SHIFT, BLOCK
         )
         low, high = tl.where(mass >= target, middle, low), tl.where(mass >= target, high, middle - 1)
+    # How many tokens of the last rank stay, lower ids first.
     most = tl.where(low == floor, ties, V)
     if p < 1.0:
         _, mass_above = _from_rank(
@@ -137,6 +145,7 @@ def _find_cuts(
         needed = tl.where(weight > 0.0, tl.ceil((target - mass_above) / weight), most)
         # In floats first: of weights that are almost nothing more are needed than an integer holds.
         most = tl.maximum(tl.minimum(needed, most.to(tl.float32)).to(tl.int32), 1)
+    # Id of the last tied token that stays: ties are counted in the order of ids.
     seen, last = 0, -1
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -207,6 +216,7 @@ def _shift(z, bits: tl.constexpr):
 
 @triton.jit
 def _uniform(key, token_number):
+    # Rules 2 and 3 of sampling.py: int64 products wrap around as unsigned ones do.
     z = key + (token_number + 1) * GAMMA
     z = (z ^ _shift(z, 30)) * MIX_1
     z = (z ^ _shift(z, 27)) * MIX_2
@@ -229,19 +239,23 @@ def _choose(
     peaks = tl.load(largest + row * C + chunk, mask=real, other=float("-inf"))
     peak = tl.max(peaks, axis=0)
     heat = tl.load(temperature + row * float_stride)
+    # Sums of chunks are relative to their own peaks: brought to the peak of the row here.
     weights = tl.load(total + row * C + chunk, mask=real, other=0.0) * tl.exp((peaks - peak) / heat)
     mass = tl.sum(weights, axis=0)
     number = tl.load(num_tokens + row * int_stride)
     target = _uniform(tl.load(keys + row * int_stride), number) * mass
     reached = tl.cumsum(weights, axis=0)
     last_chunk = tl.max(tl.where(weights > 0.0, chunk, 0), axis=0)
+    # Chunks whose cumulated mass stays at or below the target lie before the chosen one.
     chosen = tl.minimum(tl.sum(tl.where(real & (reached <= target), 1, 0), axis=0), last_chunk)
     before = tl.sum(tl.where(chunk < chosen, weights, 0.0), axis=0)
 
     column = chosen * BLOCK + tl.arange(0, BLOCK)
     forbids = number < tl.load(min_new_tokens + row * int_stride)
     allowed = _allowed(_logits(logits, row, column, V, cap, HAS_CAP), is_stop, column, V, forbids)
+    # The same cuts as in the sums: a token outside them must have no share in this chunk.
     kept = _kept(allowed, column, tl.load(cuts + row), tl.load(last_ids + row), SHIFT)
+    # With the peak of the row, so that it adds up with `before`.
     probability = tl.exp((kept - peak) / heat)
     inner = tl.cumsum(probability, axis=0)
     # Where sums round to less than u's share, the last token that can come: not one that was cut off.
@@ -253,6 +267,7 @@ def _choose(
     # Of logits that are all NaN none is the best; what is chosen must be a token all the same.
     token = tl.minimum(tl.where(is_greedy, first_best, sampled), V - 1)
 
+    # Read again at the chosen token: the policy's log-prob knows no cut and no forbidden token.
     logit = tl.load(logits + row.to(tl.int64) * V + token).to(tl.float32)
     if HAS_CAP:
         logit = cap * (2.0 / (1.0 + tl.exp(-2.0 * logit / cap)) - 1.0)
@@ -262,6 +277,7 @@ def _choose(
     policy_weights = tl.load(policy_total + row * C + chunk, mask=real, other=0.0)
     policy_mass = tl.sum(policy_weights * tl.exp((policy_peaks - policy_peak) / cool), axis=0)
     log_pi = (logit - policy_peak) / cool - tl.log(policy_mass)
+    # The slot moves on below, on the device: the host learns of it by its next snapshot.
     place = row * table_stride + number
     tl.store(tokens + place, token.to(tl.int64))
     tl.store(behaviour + place, tl.where(is_greedy, 0.0, (logit - peak) / heat - tl.log(mass)))
@@ -306,9 +322,11 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
     float_stride, int_stride = columns.temperature.stride(0), columns.ids.stride(0)
     options = {
         "HAS_CAP": cap is not None,
+        # A capped logit is no bf16 number any more, so it keeps all of its bits.
         "SHIFT": 16 if logits_NV.dtype == torch.bfloat16 and cap is None else 0,
         "BLOCK": min(CHUNK, triton.next_power_of_2(size)),
     }
+    # All three run for every step, so that one captured graph serves rows of any settings.
     _find_cuts[(rows,)](
         logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.top_k, columns.greedy, columns.done,
         columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0,

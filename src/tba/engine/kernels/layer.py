@@ -54,7 +54,9 @@ def _add_norm(
             added += tl.load(delta + (part * N + row) * E + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             added += tl.load(bias_E + column, mask=inside, other=0.0).to(tl.float32)
+        # Parts in a fixed order, bias last: the sum is the same in every run.
         x += added * delta_scale
+        # The residual stream before the norm: the next layer adds to it.
         tl.store(x_NE + row * E + column, x, mask=inside)
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / E + epsilon)
@@ -98,6 +100,7 @@ def _rotate_store(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column, pair = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
+    # Heads lie as the projection gives them: H queries, K keys, K values.
     inside = (head[:, None] < H + 2 * K) & (column[None, :] < D)
     is_query, is_value = head[:, None] < H, head[:, None] >= H + K
     position = tl.load(positions + row * position_stride)
@@ -111,12 +114,14 @@ def _rotate_store(
     if ROTATED > 0:
         turn = tl.load(rotations + position * 2 * ROTATED + column, mask=column < 2 * ROTATED, other=0.0)
         cos, sin = tl.split(tl.reshape(turn, (PAIRS, 2)))
+        # Values and numbers beyond the rotated ones turn by an angle of 0: cos 1, sin 0.
         stays = is_value | (pair[None, :] >= ROTATED)
         cos, sin = tl.where(stays, 1.0, cos[None, :]), tl.where(stays, 0.0, sin[None, :])
         even, odd = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
         x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HEADS, 2 * PAIRS))
     x = x.to(query.dtype.element_ty)
     tl.store(query + (row * H + head[:, None]) * D + column[None, :], x, mask=inside & is_query)
+    # Keys and values may be views of a larger table, so their strides are given; query is contiguous.
     place = row * row_stride + column[None, :]
     key_place, value_place = place + (head[:, None] - H) * head_stride, place + (head[:, None] - H - K) * head_stride
     tl.store(keys + key_place, x, mask=inside & (head[:, None] >= H) & (head[:, None] < H + K))
@@ -143,6 +148,7 @@ def rotate_and_store(
     count, num_kv, dim = qkv.shape[0], keys.shape[1], keys.shape[-1]
     query = torch.empty(count, num_heads, dim, dtype=keys.dtype, device=qkv.device)
     pairs, all_heads = triton.next_power_of_2(dim // 2), num_heads + 2 * num_kv
+    # Few tokens: one head a program, so that all multiprocessors work. Many: several, so that programs are few.
     share = triton.next_power_of_2(triton.cdiv(count * all_heads, ROTATING_PROGRAMS))
     heads = min(share, triton.next_power_of_2(all_heads), max(1, LARGEST_TILE // (2 * pairs)))
     unused = positions_N  # a pointer for arguments that a constant switches off
@@ -229,15 +235,18 @@ def _product(
     # Programs that read the same columns of weights follow each other: memory is read once, its cache by the others.
     row_tiles = tl.cdiv(N, ROWS)
     first_row, first_column = (tile % row_tiles) * ROWS, tile // row_tiles * COLUMNS
+    # Whole steps for each part; the last parts may have fewer, or none, and then store zeros.
     steps = tl.cdiv(tl.cdiv(E, DEPTH), PARTS)
     start = part * steps * DEPTH
     end = tl.minimum(E, start + steps * DEPTH)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # Gate and up have their own sums over the same tiles of x, which are read once.
     up = tl.zeros((ROWS, COLUMNS), tl.float32) if GATED else total
     for place in range(start, end, DEPTH):
         x = x_tiles.load([first_row, place])
         total = tl.dot(x, weight_tiles.load([first_column, place]).T, total, input_precision="ieee")
         if GATED:
+            # Rows X and on of the matrix are up's: X is the width of one half.
             up = tl.dot(x, weight_tiles.load([X + first_column, place]).T, up, input_precision="ieee")
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     if HAS_BIAS:
@@ -251,6 +260,7 @@ def _product(
             total = total / (1.0 + tl.exp(-2.0 * z)) * up
         else:
             total = total / (1.0 + tl.exp(-total)) * up
+    # 64 bits: parts times rows times columns may pass 2^31.
     place = (part * N + row[:, None]).to(tl.int64) * X + column[None, :]
     inside = (row[:, None] < N) & (column[None, :] < X)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
@@ -295,6 +305,7 @@ def choose_tile(kind: Kind, x_NE: Tensor, weight: Tensor) -> Tile | None:
     Measured on an H200 with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (notes/).
     """
     (rows, inner), size = x_NE.shape, weight.numel()
+    # Tile loads by the hardware need rows of a multiple of 16 bytes: 8 numbers in half precision.
     serves = x_NE.dtype in (torch.bfloat16, torch.float16) and _is_hopper(x_NE.device) and inner % 8 == 0
     if not serves or rows > MOST_ROWS or size > _largest(kind, rows):
         return None
@@ -312,6 +323,7 @@ def choose_tile(kind: Kind, x_NE: Tensor, weight: Tensor) -> Tile | None:
     else:
         tile = Tile(rows=64, columns=32, depth=128, parts=1, warps=4, stages=4)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(weight.shape[0], tile.columns)
+    # As many parts as fill the GPU once, and no more than the inner axis has steps.
     parts = min(MOST_PARTS, PROGRAMS // tiles, triton.cdiv(inner, tile.depth))
     return tile._replace(parts=max(1, parts))
 

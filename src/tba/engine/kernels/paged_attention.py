@@ -139,6 +139,7 @@ def _attend_pages(
     q, q_partner = _load_pairs(heads + head[:, None] * D, dim, real)
     new_k, new_k_partner = _load_pairs(new_heads, dim, own)
     new_v = tl.load(new_heads + K * D + dim[None, :], mask=own, other=0.0).to(base.dtype.element_ty)
+    # A slot that is done may have lost its pages: at position 0 it reads no keys, and below it stores none.
     position = tl.where(runs, position, 0)
 
     last = position
@@ -147,6 +148,7 @@ def _attend_pages(
         ALIGNED: tl.constexpr = BLOCK if BLOCK < PAGE else PAGE
         first = tl.maximum(first, tl.maximum(0, position + 1 - window) // ALIGNED * ALIGNED)
     if SPLITS > 1:
+        # Whole blocks for each split; the last splits may have none, and write a log-sum of -inf.
         share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS) * BLOCK
         first += split * share
         last = tl.minimum(last, first + share)
@@ -162,6 +164,7 @@ def _attend_pages(
         turn = rotations + position * 2 * ROTATED + dim // 2 * 2
         cos = tl.load(turn, mask=dim < 2 * ROTATED, other=1.0)
         sin = tl.load(turn + 1, mask=dim < 2 * ROTATED, other=0.0)
+        # (a, b) turns to (a cos - b sin, b cos + a sin): the first of a pair takes its partner with a minus.
         sin = tl.where(dim % 2 == 0, -sin, sin)
     q = _norm_rotate(q, q_partner, dim, cos, sin, query_norm, epsilon, D, HAS_NORM, ROTATED > 0)
     new_k = _norm_rotate(new_k, new_k_partner, dim, cos, sin, key_norm, epsilon, D, HAS_NORM, ROTATED > 0)
@@ -194,6 +197,7 @@ def _attend_pages(
         k = tl.load(keys + offset + dim[None, :], mask=inside, other=0.0)
         v = tl.load(values + offset + dim[None, :], mask=inside, other=0.0)
         scores = cap_scores(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, HAS_CAP)
+        # Keys before the new token only: its own was taken in above, and may not be stored yet.
         seen = place < last
         if HAS_WINDOW:
             seen = seen & (place > position - window)
@@ -205,7 +209,9 @@ def _attend_pages(
         tl.store(keys + place, new_k, mask=own)
         tl.store(values + place, new_v, mask=own)
         if IS_SHARED:
+            # Normed and rotated, for the shared pass, which starts after this kernel.
             tl.store(query + (slot * H + head[:, None]) * D + dim[None, :], q, mask=real)
+    # Own parts first, [0, SPLITS); those of shared pages come behind them.
     part = (slot * H + head) * PARTS + split
     filled = real & (total[:, None] > 0)  # a part without keys writes its log-sum of -inf alone
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
@@ -226,6 +232,7 @@ def _attend_shared(
     GROUP: tl.constexpr = H // K
     row, dim, step = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     tile, entry = tl.arange(0, TILES), tl.arange(0, MEMBERS)
+    # Which tiles have members is read on the device: groups change between replays of one graph.
     of_tile = members + tile[:, None] * MEMBERS + entry[None, :]
     filled = tl.max(tl.load(of_tile, mask=tile[:, None] < num_tiles, other=-1), axis=1) >= 0
     rank = tl.cumsum(filled.to(tl.int32), axis=0)
@@ -239,10 +246,12 @@ def _attend_shared(
         active = (slot >= 0) & (slot < N) & (head < GROUP)
         active = active & (tl.load(done + slot * done_stride, mask=active, other=1) == 0)
         num_pages = tl.load(shared + slot, mask=active, other=0)
+        # Slots beyond N, done, or alone: their rows of the tile compute nothing that is stored.
         active = active & (num_pages > 0)
         place = slot * H + kv_head * GROUP + head
         is_query = active[:, None] & (dim[None, :] < D)
         q = tl.load(query + place[:, None] * D + dim[None, :], mask=is_query, other=0.0)
+        # Any active member's row will do: the leading pages are the same for all of them.
         pages = table + tl.maximum(tl.max(tl.where(active, slot, -1), axis=0), 0).to(tl.int64) * table_stride
 
         first, last = 0, tl.max(num_pages, axis=0) * PAGE
@@ -303,6 +312,7 @@ def attend_shared(
     num_kv, num_members = view.base.shape[3], view.members.shape[1]
     if num_members & (num_members - 1):
         raise ValueError(f"members must have a power of two of columns, got {num_members}: fill up with -1.")
+    # Rows of a tile: members times query heads of one key head, both powers of two.
     heads = triton.next_power_of_2(num_heads // num_kv)
     members = max(1, min(num_members, launch.rows // heads))
     num_tiles = view.members.numel() // members
@@ -332,6 +342,7 @@ def _merge_parts(
 ):  # fmt: skip
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    # Slots outside of groups have garbage in their shared parts, which nobody wrote.
     num_parts = OWN
     if PARTS > OWN:
         in_group = (tl.load(done + slot * done_stride) == 0) & (tl.load(shared + slot) > 0)
@@ -403,6 +414,7 @@ def attend_pages(
     out = torch.empty(count, num_heads, dim, dtype=dtype, device=device)
     num_parts = splits + (shared_splits if shared else 0)
     in_parts = num_parts > 1
+    # fp32: parts are rounded once, when they are merged.
     parts = torch.empty(count, num_heads, num_parts, dim, device=device) if in_parts else out
     sums = torch.empty(count, num_heads, num_parts, device=device) if in_parts else unused
     query = torch.empty_like(out) if shared else unused

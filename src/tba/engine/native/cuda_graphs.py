@@ -101,7 +101,9 @@ class FusedDecode:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
         # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
         slots = slots_of_graph(count, self.state.integers.shape[0])
+        # A graph is good for one plan: which kernels run, and on how many programs, is fixed when it is captured.
         step = (slots, self.cache.plan(slots))
+        # Before the lookup: a graph of old addresses would write into freed tables.
         self._forget_if_moved()
         for _ in range(decode_steps):
             if self._captures and step not in self._graphs and step in self._warm:
@@ -136,6 +138,7 @@ class FusedDecode:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
+            # A capture computes nothing: the graph is replayed for the step itself.
             with torch.cuda.graph(graph, pool=self._memory):
                 self._decode_step(slots, plan)
         except torch.OutOfMemoryError as error:
@@ -149,6 +152,7 @@ class FusedDecode:
         from tba.engine.kernels.choose_tokens import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
+        # In a capture all tensors below lie in the graphs' memory pool, which any later replay may overwrite.
         x = self.fused_pass.embed(self.state.column("ids", slots))
         attend = FusedPagedAttention(decoder, self.cache, self.state, slots, plan)
         hidden = self.fused_pass.hidden(x, positions, attend)
@@ -170,6 +174,7 @@ class InPlaceLoader:
 
     @torch.no_grad()
     def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        # The first load from new addresses is plain, the second is captured: addresses may never come again.
         addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
         on_cuda = self._decoder.device.type == "cuda" and all(tensor.is_cuda for tensor in tensors.values())
         # A captured copy reads from fixed addresses: tensors elsewhere must be copied one by one.
@@ -179,6 +184,7 @@ class InPlaceLoader:
             return
         if self._graph is None:
             self._graph = self._capture(tensors)
+        # Reads what lies at the addresses now: new values in the same tensors.
         self._graph.replay()
 
     def _capture(self, tensors: Mapping[str, Tensor]) -> torch.cuda.CUDAGraph:

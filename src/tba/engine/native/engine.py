@@ -101,6 +101,7 @@ class NativeEngine(Engine):
         self._dtype = dtype
         self.state = SlotState(slots, self.device)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
+        # The same set twice: ids for `sample`, and a flag for each word, which kernels look up without a search.
         self._is_stop = torch.zeros(size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._slots = SlotTable(slots)
@@ -132,6 +133,7 @@ class NativeEngine(Engine):
                 "decoding without fused kernels and CUDA graphs, slower: %s: %.300s", type(error).__name__, error
             )
             self._fused = None
+            # Pages are read by the fused kernels alone: without them keys and values need slots.
             self._make_cache(0)
             check_engine(model, self, self.decoder, self.max_length)
 
@@ -173,6 +175,7 @@ class NativeEngine(Engine):
                 device=self.device,
                 max_cache_bytes=self._max_cache_bytes,
             )
+        # Its decoder is this one's, weights included: a load here is a load there, and only the number is behind.
         self._sibling.version = self.version
         return self._sibling
 
@@ -233,9 +236,11 @@ class NativeEngine(Engine):
 
     def _stop(self) -> None:
         self._queue = None
+        # What is under way is forgotten unread: its slots may be placed anew.
         self._slots.clear()
         self._snapshots.clear()
         self._finished.clear()
+        # Decode steps may still be under way: the device comes to this after them, in the order of its stream.
         self.state.vacate(slice(None))
         self.cache.clear()
 
@@ -262,6 +267,7 @@ class NativeEngine(Engine):
 
     def _refill(self, queue: PrefillQueue) -> None:
         """Give free slots to waiting responses, then move running ones into the gaps that remain."""
+        # Slots of the host's view: those that finished under way are not free before a snapshot says so.
         num_free = self._slots.num_free
         if num_free and self._pending is None:
             queue.read_for(num_free, self.version)
@@ -298,6 +304,7 @@ class NativeEngine(Engine):
         ]
         if not started:
             return
+        # No token of theirs was chosen yet: with the prompt computed again their spans name one version.
         responses = self._remove(started)
         # The youngest first: each comes before all that wait, so that in the end the oldest is in front.
         for response in sorted(responses, key=lambda response: -response.order):
@@ -310,6 +317,7 @@ class NativeEngine(Engine):
     def _start(self, queue: PrefillQueue, num_prompts: int) -> None:
         """Start responses of the first prompts, in order, as far as they are ready and there are slots and room."""
         started: list[tuple[int, Response]] = []
+        # Running responses, each of which one page stays free for (`_has_room`).
         num_running = self._slots.count - len(self._slots.gaps)
         # Prompts behind the first `num_prompts` stay where they are: while draining they must not start with old weights.
         last = len(queue.waiting) - num_prompts
@@ -339,6 +347,7 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def _place(self, slots: Sequence[int], responses: Sequence[Response]) -> None:
+        # Before `place`, which writes prefixes into the tables: they must have the columns.
         self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
         self.cache.flush()  # before any step: the device must know the pages of the slots that run
         self.state.place(slots, responses, self.seed)
@@ -352,6 +361,7 @@ class NativeEngine(Engine):
     def _close_gaps(self) -> None:
         if self._snapshots:  # a snapshot under way knows responses by their slots
             return
+        # Host and device move the same slots: tables, pages and responses stay one row for one response.
         sources, targets = self._slots.compact()
         if sources:
             self.cache.move(sources, targets, self._slots.num_keys())
@@ -369,9 +379,11 @@ class NativeEngine(Engine):
         steps = 1
         if self._fused is not None:
             steps = DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT
+            # The host is behind by the steps under way: they count as taken, though it has not seen their tokens.
             steps = min(steps, self._slots.most_left() - self._num_steps_under_way)
             if steps <= 0 and self._slots.any_running():
                 return 0  # what is under way takes every response to its end
+        # Before the launch: kernels write a token's keys into pages that its slot must have by then.
         self._make_room(queue, steps)
         if not self._slots.any_running():
             return None
@@ -379,6 +391,7 @@ class NativeEngine(Engine):
             self._fused.run(self._slots.count, decode_steps=steps)
         else:
             self._decode_step(self._slots.count, self._slots.num_keys(), self._slots.needs())
+        # Copied behind the steps in the stream of the device, so it tells what they did.
         self._snapshots.append((steps, self.state.snapshot(self._slots.count)))
         self._num_snapshots += 1
         return ahead
@@ -397,6 +410,7 @@ class NativeEngine(Engine):
     def _decode_step(self, count: int, num_keys: int, needs: SamplingNeeds) -> None:
         """One plain decode step: a token for each of the first `count` slots, written into the slots' tables."""
         state, decoder = self.state, self.decoder
+        # No gaps on this path: slots are compacted before every step, so all of the first `count` run.
         ids, positions = state.column("ids", count), state.column("positions", count)
         logits = decoder.logits(decoder.hidden(ids, positions, self._attention(count, num_keys)))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
@@ -433,8 +447,10 @@ class NativeEngine(Engine):
     def _take_out(self, slot: int, queue: PrefillQueue) -> None:
         """Take a running response out of its slot, with its tokens; the device must stand still."""
         num_tokens = int(self._slots.num_tokens[slot])
+        # Before `_remove`: a slot that is free may be placed anew, and its rows written over.
         tables = self.state.fetch([slot], num_tokens).wait()
         (response,) = self._remove([slot])
+        # Without a token of its own it starts over like one that never ran, from its prompt.
         if num_tokens > response.num_prefix_tokens:
             tokens, behaviour, policy = (table[0].copy() for table in tables)
             response.written = WrittenTokens(token_ids=tokens.astype(np.int32), behaviour=behaviour, policy=policy)
@@ -465,6 +481,7 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def _finish(self, slots: Sequence[int]) -> None:
         if slots:
+            # Fetched before the slots are given away: the device copies the rows before a later `place` writes into them.
             counts = self._slots.num_tokens[slots]
             tables = self.state.fetch(slots, int(counts.max()))
             responses = [self._slots.remove(slot) for slot in slots]

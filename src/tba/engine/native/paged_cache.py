@@ -87,6 +87,7 @@ class PagePool:
         self.device, self.dtype, self.page_size = device, dtype, page_size
         self._shape = (spec.num_layers, 2, spec.num_kv_heads, page_size, spec.head_dim)
         self.page_bytes = int(np.prod(self._shape)) * dtype.itemsize
+        # Two at least: scratch, and one to use.
         self.max_pages = max(2, max_bytes // self.page_bytes)
         """Most pages that there may be, scratch included."""
         self.chunks: list[Tensor] = []
@@ -122,6 +123,7 @@ class PagePool:
         while self.num_free < count:
             if not self._grow(count - self.num_free):
                 return None
+        # Host's bookkeeping only: what an earlier user left in the page stays, behind the new one's position.
         self.num_free -= count
         pages = self._free[self.num_free : self.num_free + count].copy()
         self.references[pages] = 1
@@ -133,6 +135,7 @@ class PagePool:
 
     def release(self, pages: np.ndarray) -> np.ndarray:
         """One user less for each, as often as it is named -> the pages that are unused now."""
+        # Unbuffered: a page named twice loses two users, which plain indexing would count as one.
         np.subtract.at(self.references, pages, 1)
         freed = np.unique(pages[self.references[pages] == 0])
         self._give_back(freed)
@@ -141,6 +144,7 @@ class PagePool:
     def release_all(self) -> None:
         """Free all pages."""
         self.references[:] = 0
+        # Descending, scratch left out: the lowest number is taken first.
         self._free = np.arange(self.num_pages - 1, SCRATCH, -1, dtype=np.int64)
         self.num_free = len(self._free)
 
@@ -178,6 +182,7 @@ class PagePool:
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole pages."""
         for source, rows, _ in self._by_chunk(sources):
+            # Gathered into a new tensor first: a target may lie in the chunk that is read.
             found = self.chunks[source][self._upload(self._place[sources[rows]])]
             for target, own, several in self._by_chunk(targets[rows]):
                 part = found[self._upload(own)] if several else found
@@ -210,6 +215,7 @@ class PagePool:
                 return True
             except torch.OutOfMemoryError as error:
                 reason = error  # there may be memory for what is needed now, if not for a chunk of the usual size
+        # Lowered for good: a memory that is full would be asked for more at every step.
         self.max_pages = self.num_pages
         size = self.num_pages * self.page_bytes / 2**30
         logger.warning("keys and values stay at %.3g GiB, and more responses wait: %.300s", size, reason)
@@ -220,6 +226,7 @@ class PagePool:
         chunk = torch.zeros(count, *self._shape, dtype=self.dtype, device=self.device)
         self.chunks.append(chunk)
         first, size = self.num_pages, chunk.element_size()
+        # Kernels reach every chunk from the base pointer by elements, so distances must be whole numbers of them.
         apart, rest = divmod(chunk.data_ptr() - self.base.data_ptr(), size)
         assert rest == 0, "chunks must lie a whole number of elements apart"
         self.offsets = np.append(self.offsets, apart + chunk.stride(0) * np.arange(count))
@@ -245,6 +252,7 @@ class PrefixIndex:
     def find(self, ids: np.ndarray, version: int) -> np.ndarray:
         """Pages that hold the beginning of a sequence, as many as there are."""
         found: list[int] = []
+        # `found` is the chain's memory too: the key of a page names the page that was found before it.
         for key in self._chain(ids, version, found):
             page = self._pages.get(key)
             if page is None:
@@ -257,6 +265,7 @@ class PrefixIndex:
         before."""
         held: list[int] = []
         for key, page in zip(self._chain(ids, version, held), pages.tolist()):
+            # The first page with this content stays the one; later prompts go over to it.
             known = self._pages.setdefault(key, page)
             self._keys[known] = key
             held.append(known)
@@ -296,6 +305,7 @@ class PagePlan:
 def num_splits(num_keys: int, num_programs: int) -> int:
     """Number of programs for the longest slot's keys, where there are `num_programs` slots times heads: a power of two, for
     each number of them is a graph of its own."""
+    # No more programs than keys pay for, than fill the GPU, or than MOST_SPLITS.
     wanted = min(num_keys / KEYS_PER_SPLIT, FEW_PROGRAMS / num_programs, MOST_SPLITS)
     splits = 1
     while splits < wanted:
@@ -328,6 +338,7 @@ class PromptGroups:
         if shared.any() or self.any_shared:
             both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
             uploaded = on_device(torch.from_numpy(both), self.shared.device)
+            # In place: captured graphs read these tensors by their addresses.
             self.members.copy_(uploaded[:, :MOST_MEMBERS])
             self.shared.copy_(uploaded[:, MOST_MEMBERS])
         self.num_shared = shared
@@ -343,10 +354,12 @@ class PromptGroups:
         order = np.argsort(name, kind="stable")
         slots, name = able[order], name[order]
         begins, sizes = _runs(np.append(True, name[1:] != name[:-1]))
+        # Groups larger than a tile are cut: a rank of 0 begins the next one.
         rank = (np.arange(len(slots)) - np.repeat(begins, sizes)) % MOST_MEMBERS
         begins, sizes = _runs(rank == 0)
         group = np.repeat(np.arange(len(begins)), sizes)
         members[group, rank] = slots
+        # A slot alone shares nothing: its own pass reads its pages.
         members[np.flatnonzero(sizes == 1)] = -1
         # Up to the first page in which a member differs from its group's first, and never a page that one writes into.
         longest = int(num_whole_S[slots].max())
@@ -456,6 +469,7 @@ class PagedCache:
         # Not as many as there are: a running response without its next page would be taken out again.
         if own + num_spare > self.pool.num_available:
             return False
+        # It may fail all the same: a pool that cannot grow learns it here, and its bound comes down.
         new = self.pool.allocate(own)
         if new is None:
             return False
@@ -464,6 +478,7 @@ class PagedCache:
             kept = prompt.pages[:num_whole]
             self.pool.share(kept)
         if copies:
+            # Copied at `flush`: the prompt's page is complete, and no step runs before.
             self._copies.append((int(prompt.pages[-1]), int(new[0])))
         row = np.concatenate((kept, new))
         self.numbers[slot, : len(row)] = row
@@ -474,6 +489,7 @@ class PagedCache:
 
     def hold(self, running: np.ndarray, positions: np.ndarray) -> bool:
         """Give running slots pages for so many positions each -> whether there were so many; else nothing changes."""
+        # Whole pages beyond those that a slot has; negative where it has more than it needs.
         missing = -(-positions // self.page_size) - self.counts[running]
         short = missing > 0
         if not short.any():
@@ -495,6 +511,7 @@ class PagedCache:
         # Noted while the counts are still there: so many entries of the device's row name pages that it loses.
         self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
+        # Steps under way may still read these pages: whoever gets them writes later in the same stream.
         self._release(self.numbers[chosen][used])
         self.numbers[chosen], self.counts[chosen], self.num_whole[chosen] = SCRATCH, 0, 0
         self._groups_changed = True
@@ -502,6 +519,7 @@ class PagedCache:
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
         """Give the pages of slots to other slots, which have none."""
         taken, given = np.asarray(sources), np.asarray(targets)
+        # Both rows are others now: the old one is cleared, and the new one has the old one's pages.
         for slots in (taken, given):
             self._stale[slots] = np.maximum(self._stale[slots], self.counts[taken])
         for table in (self.numbers, self.counts, self.num_whole):
@@ -530,11 +548,13 @@ class PagedCache:
     def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
         """Pages for a prompt: whole ones that hold its beginning already are shared. None where there are not so many free,
         and `num_spare` more."""
+        # By version too; for one that comes again with other weights, `forget_prefixes` clears them at every load.
         shared = self.prefixes.find(ids, version)
         missing = self.num_pages(len(ids)) - len(shared)
         own = self.pool.allocate(missing) if missing + num_spare <= self.pool.num_available else None
         if own is None:
             return None
+        # After the allocation: where that fails nothing has changed.
         self.pool.share(shared)
         pages = np.concatenate((shared, own))
         return PagedPrompt(ids=ids, version=version, pages=pages, num_computed=len(shared) * self.page_size)
@@ -542,6 +562,7 @@ class PagedCache:
     def note_computed(self, prompt: PagedPrompt, num_computed: int) -> None:
         """So many tokens of a prompt are in its pages: others that begin alike may share them."""
         prompt.num_computed = num_computed
+        # Whole pages only: a response writes into a page that its prompt has not filled.
         held = self.prefixes.add(prompt.ids[:num_computed], prompt.version, prompt.pages)
         own = prompt.pages[: len(held)]
         is_other = held != own
@@ -572,6 +593,7 @@ class PagedCache:
             self._copies.clear()
         slots = np.flatnonzero(self._stale)
         if len(slots):
+            # Flat indices into the table, of the leading entries of each row that has changed.
             places = np.repeat(slots, self._stale[slots]) * self.numbers.shape[1] + counted(self._stale[slots])
             self._stale[:] = 0
             offsets = self.pool.offsets[self.numbers.reshape(-1)[places]]
@@ -583,6 +605,7 @@ class PagedCache:
         if self._groups_changed:
             self._groups_changed = False
             self.groups.update(self.numbers[:num_slots], self.num_whole[:num_slots])
+        # Pages that a group reads for a slot are no work of its own programs.
         own = self.counts[:num_slots] - self.groups.num_shared[:num_slots]
         num_keys = int(own.max(initial=0)) * self.page_size
         splits = num_splits(num_keys, num_slots * self.spec.num_kv_heads)

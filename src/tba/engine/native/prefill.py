@@ -111,6 +111,7 @@ class PrefillQueue:
         """Read, if fewer than `count` responses wait."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
         if missing > 0 and not self.exhausted:
+            # Counted in prompts here: each brings samples_per_prompt responses.
             self._read(max(self.read_ahead, -(-missing // self.samples_per_prompt)), version)
 
     def resumed(self) -> list[WaitingPrompt]:
@@ -128,6 +129,7 @@ class PrefillQueue:
     def take(self) -> Response:
         """The response that comes next, to start now."""
         first = self.waiting[0]
+        # The cache has given the slot its room before (`_has_room`): a failed start leaves the queue as it was.
         response = first.responses.popleft()
         # With its last response started, the prompt's keys and values need not be kept any longer.
         if not first.responses:
@@ -137,6 +139,7 @@ class PrefillQueue:
     def put_back(self, response: Response) -> None:
         """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
         first = self.waiting[0] if self.waiting else None
+        # Beside its siblings where they still wait, so that one prefill serves it as well.
         if first is not None and first.is_of(response):
             first.responses.appendleft(response)
         else:
@@ -147,6 +150,7 @@ class PrefillQueue:
         for waiting in reversed(list(self.waiting)[num_kept:]):
             if waiting.stored is not None:
                 self.cache.drop(waiting.stored)
+                # It is prefilled again when its turn comes; its place in the queue is the same.
                 waiting.stored = None
                 return True
         return False
@@ -164,6 +168,7 @@ class PrefillQueue:
             if responses:
                 self.cache.check_fits(responses[0].max_length, f"prompt {request.prompt.id!r} with its response")
                 for response in responses:
+                    # Order of the requests, over the whole call: it decides who goes on where memory is short.
                     response.order = self._num_responses
                     self._num_responses += 1
                 found.append(WaitingPrompt(responses=deque(responses)))
@@ -231,8 +236,10 @@ class PagedPrefill:
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
         spec = decoder.spec
+        # A token costs two operations for each weight that it meets.
         allowed = TURN_OPERATIONS / (2 * spec.num_active_weights)
         self.turn_tokens = int(min(LARGEST_TURN, max(LEAST_TURN, allowed)))
+        # Families for which `ContinuedAttention` may need a mask of T x (L + T) numbers.
         self._has_masks = spec.sinks or spec.attention_cap is not None or any(window for window in spec.windows)
 
     def is_early(self, prompt: WaitingPrompt) -> bool:
@@ -250,8 +257,10 @@ class PagedPrefill:
             parts = self._next_parts(waiting, version, left, most)
             for batch in self._batches(parts):
                 self.batch(batch)
+            # Nothing is left to compute, or the next prompt waits, for pages or for a turn with more tokens.
             if not parts:
                 return
+            # Nothing runs: no one waits for these passes, so every pass may take the most that fits.
             left = most if at_once else left - sum(part.size for part in parts)
 
     def _next_parts(self, waiting: Sequence[WaitingPrompt], version: int, left: int, most: int) -> list[Part]:
@@ -294,6 +303,7 @@ class PagedPrefill:
             return found
         for members in alike.values():
             if len(members) > 1:
+                # The longest is computed now: its pages will hold what the others begin with.
                 longest = max(members, key=lambda index: len(waiting[index].sequence))
                 found.update(index for index in members if index != longest)
         return found
@@ -303,6 +313,7 @@ class PagedPrefill:
         page, start = self.cache.page_size, stored.num_computed
         if start and self._has_masks:
             most = min(most, MASK_NUMBERS // (start + most))
+        # Parts end with a page unless the prompt does, so that the next part begins with one.
         size = min(len(stored.ids) - start, max(most // page, 1) * page)
         return Part(stored, start, start + size)
 
@@ -317,6 +328,7 @@ class PagedPrefill:
             num_spare = int((cache.counts > 0).sum()) + sum(len(other.responses) for other in waiting[:index])
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
             prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
+            # Earlier prompts come first: those behind lose their pages, the last one first.
             while prompt.stored is None and later:
                 self._drop(later.pop())
                 prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
@@ -333,6 +345,7 @@ class PagedPrefill:
         groups: dict[int, list[Part]] = {}
         for part in parts:
             is_small = 0 < part.start < SMALL_START and part.size < SMALL_PART
+            # Key -1: short parts after short beginnings; else the common start of a group.
             groups.setdefault(-1 if is_small else part.start, []).append(part)
         for group in groups.values():
             budget = PREFILL_TOKENS[self.decoder.device.type]
@@ -358,12 +371,14 @@ class PagedPrefill:
         else:
             attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=cache.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
+        # Real tokens only, in the order of np.flatnonzero(real): row by row.
         pages = np.concatenate(
             [part.prompt.pages[np.arange(part.start, part.end) // cache.page_size] for part in parts]
         )
         keys, values = (table.transpose(2, 3).flatten(1, 2) for table in (attend.keys, attend.values))
         cache.pool.store(pages, places[real] % cache.page_size, np.flatnonzero(real), keys, values)
         for part in parts:
+            # After the pass was launched: who finds these pages reads them later in the same stream.
             cache.note_computed(part.prompt, part.end)
 
 
@@ -382,6 +397,7 @@ class ContinuedAttention(CausalAttention):
         counts = [len(pages) for pages in before]
         table = np.zeros((len(before), max(counts)), dtype=np.int64)
         for row, pages in enumerate(before):
+            # Rows with fewer pages are filled up with page 0, scratch, which the mask hides.
             table[row, : len(pages)] = pages
         self.before_shape = table.shape
         self.is_full = min(counts) == max(counts)
@@ -392,6 +408,7 @@ class ContinuedAttention(CausalAttention):
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         spec, window = self.spec, self.spec.windows[layer]
         query = as_block(query_NHD, self.shape, self.dtype)
+        # Gathered layer by layer: all layers at once would be a copy of the whole prompt.
         earlier = side_by_side(self.pool.read(self.located, layer), self.before_shape)
         key, value = (torch.cat((old, own[layer]), dim=2) for old, own in zip(earlier, (self.keys, self.values)))
         in_sight = window is None or window >= key.shape[2]
@@ -412,6 +429,7 @@ class ContinuedAttention(CausalAttention):
             num_before, columns = self.before_shape[1] * self.pool.page_size, self.shape[1]
             own, earlier = torch.arange(columns, device=device), torch.arange(num_before, device=device)
             start = self.num_before
+            # Keys are the earlier pages, then the part itself, which begins where its own pages end.
             position_BL = torch.cat((earlier.expand(len(start), -1), start + own), dim=1)
             real_BL = torch.cat((earlier < start, (own >= 0).expand(len(start), -1)), dim=1)
             behind = (start + own)[:, :, None] - position_BL[:, None]

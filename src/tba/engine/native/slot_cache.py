@@ -77,6 +77,7 @@ class SlotCache:
     def start(
         self, slot: int, prompt: SlotPrompt, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
     ) -> bool:
+        # Copied at `flush`: the cache may have to grow first, and prompts of one batch go in one copy.
         self._starts.append((slot, prompt))
         self._longest = max(self._longest, most_positions)
         return True
@@ -154,6 +155,7 @@ class SlotAttention:
     def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor, num_keys: int) -> None:
         self.spec, self.cache, self.positions = spec, cache, positions
         self.num_slots = positions.shape[0]
+        # The cache may end inside the last multiple: its own length is the most there is.
         self.num_keys = min(_round_up(num_keys), cache.values.shape[3])
         self.slots = torch.arange(self.num_slots, device=positions.device)
         # Positions are the same for all layers of a decode step, so masks are made once for each kind of layer.
@@ -161,6 +163,7 @@ class SlotAttention:
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         dtype = self.cache.keys.dtype
+        # A view with positions last in both layouts, so that one assignment serves them.
         keys = self.cache.keys[layer]
         keys = keys if self.cache.positions_last else keys.transpose(-1, -2)
         # Two index tensors apart from each other put their common axis first: the target is [N, K, D] either way.
@@ -190,6 +193,7 @@ def attend_rows(
     """Attention [N, H * D] of one query per slot over keys [N * K, D, L] and values [N * K, L, D]; query heads that share a
     key head are rows of one small matrix product."""
     count, scale, cap = query_NHD.shape[0], spec.query_scales[layer], spec.attention_cap
+    # Rows of a product are the query heads of one key head: keys are read once for all of them.
     query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
     if sinks_H is not None:
         sinks = sinks_H.view(spec.num_kv_heads, spec.group, 1).repeat(count, 1, 1)

@@ -81,8 +81,10 @@ class SlotTable:
         # `free_slots` names gaps first, so a slot that is taken is the first gap or lies behind all running ones.
         if self.gaps and self.gaps[0] == slot:
             self.gaps.pop(0)
+        # `count` never falls here: only `compact` and `clear` lower it.
         self.count = max(self.count, slot + 1)
         self.responses[slot] = response
+        # Snapshots before this number saw the slot's last response, and are not applied to this one.
         self.first_snapshot[slot] = first_snapshot
         self.positions[slot] = response.start_position
         self.num_tokens[slot] = len(response.token_ids)
@@ -106,6 +108,7 @@ class SlotTable:
 
     def update(self, integers: np.ndarray, number: int) -> list[int]:
         """Take note of snapshot `number` of the first slots -> slots whose response is complete."""
+        # Columns of a snapshot are those of INTEGERS, in its order, as the device's table has them.
         all_tokens, done = (integers[:, INTEGERS.index(name)] for name in ("num_tokens", "done"))
         # A slot may have a new response since the snapshot was taken. The snapshot then describes the old one, and is not
         # applied.
@@ -119,6 +122,7 @@ class SlotTable:
     def reach(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Slots with a response, and the number of positions that each may have after so many more decode steps."""
         running = np.flatnonzero(self.first_snapshot[: self.count] != NO_SNAPSHOT)
+        # An upper bound: a response may meet a stop token before.
         return running, np.minimum(self.positions[running] + num_steps, self.most_positions[running])
 
     def most_left(self) -> int:
@@ -139,6 +143,7 @@ class SlotTable:
         """Features that at least one running response needs of the next decode step."""
         # Gaps keep the flags of their last response: that may ask for more than is needed, never for less.
         found = np.any(self.flags[: self.count], axis=0).tolist()
+        # `forbidden` ends when every response has its min_new_tokens, so it is worked out for each step.
         early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())
         return SamplingNeeds(*found)._replace(forbidden=early)
 
@@ -178,6 +183,7 @@ class SlotState:
         self.integers = torch.zeros(num_slots, len(INTEGERS), dtype=torch.int64, device=device)
         self.vacate(slice(None))
         self.floats = torch.ones(num_slots, len(FLOATS), dtype=torch.float32, device=device)
+        # No columns at first: `reserve` gives as many as the longest response may need.
         self.tokens = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.behaviour = torch.zeros(num_slots, 0, device=device)
         self.policy = torch.zeros(num_slots, 0, device=device)
@@ -238,6 +244,7 @@ class SlotState:
         chosen = on_device(torch.tensor(slots), self.device)
         numbers = [self._numbers(response, seed) for response in responses]
         for table, names in ((self.integers, INTEGERS), (self.floats, FLOATS)):
+            # One upload a table, in the order of its names: the columns' meaning is INTEGERS and FLOATS alone.
             table[chosen] = on_device(torch.tensor([[row[name] for name in names] for row in numbers]), self.device)
         longest = max(len(response.token_ids) for response in responses)
         if longest:
@@ -247,6 +254,7 @@ class SlotState:
             self.behaviour[chosen, :longest] = float("nan")
             self.policy[chosen, :longest] = float("nan")
         for slot, response in zip(slots, responses):
+            # A response that was taken out has log-probs of its own tokens: NaN stays for the prefix of its request only.
             if response.written is not None:
                 both = np.stack((response.written.behaviour, response.written.policy))
                 behaviour, policy = on_device(torch.from_numpy(both), self.device)
@@ -257,6 +265,7 @@ class SlotState:
     def _numbers(response: Response, seed: int) -> dict[str, int | float]:
         """A response's row of both tables."""
         settings, prompt = sampling_numbers(response, seed), response.request.prompt.token_ids
+        # The last token that is there is fed first: prefill leaves it out, and its output is the next token.
         last = response.token_ids[-1] if len(response.token_ids) else prompt[-1]
         own = {
             "ids": int(last),
@@ -277,6 +286,7 @@ class SlotState:
         self.column("ids", num_slots).copy_(sampled.tokens)
         # Positions and num_tokens are neighbours in INTEGERS: one kernel moves both on.
         self.integers[:num_slots, INTEGERS.index("positions") : INTEGERS.index("num_tokens") + 1] += 1
+        # After num_tokens has moved on: a response of `limits` tokens is complete.
         ended = is_stop_V[sampled.tokens] | (self.column("num_tokens", num_slots) >= self.column("limits", num_slots))
         ended |= sampled.policy.isnan()  # nothing can follow: `Response.completion` raises when it is taken out
         self.column("done", num_slots).copy_(ended)
@@ -285,6 +295,7 @@ class SlotState:
         """Copy slots to other slots and mark the old ones as done, so that a graph over more slots leaves them alone."""
         for table in (self.integers, self.floats, self.tokens, self.behaviour, self.policy):
             table[targets] = table[sources]
+        # A moved slot would otherwise run twice, in its old place and in its new one.
         self.vacate(sources)
 
 
