@@ -70,8 +70,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     per_token = [columns.log_ref, columns.behaviour, columns.policy]
     if step_values:
         per_token.append(_step_values(columns, group.id))
-    # The sum over the tokens of each response. None is empty (`_check`): for an empty one reduceat gives its neighbour's
-    # token.
+    # One sum for each response. None is empty (`_check`): reduceat would give an empty one its neighbour's first token.
     log_importance = np.add.reduceat(columns.log_ref.astype(np.float64) - columns.behaviour, columns.starts)
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):

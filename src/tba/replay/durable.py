@@ -266,8 +266,7 @@ class GroupStore:
                 flushed.set()
         if self._error is None:
             with suppress(sqlite3.OperationalError):  # another process reads it, so the -wal file stays
-                # Without write-ahead log the database is one file, which can be copied and opened where nothing can be
-                # written.
+                # Without write-ahead log the database is one file, which also opens where nothing can be written.
                 self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.execute("PRAGMA journal_mode = DELETE")
         self._database.close()
@@ -290,7 +289,6 @@ class GroupStore:
     def _commit(self, batch: list[_Pending]) -> None:
         database = self._database
         highest: dict[str, int] = {}
-        # IMMEDIATE takes the write lock here; a plain BEGIN would take it at the first INSERT, and could fail there.
         database.execute("BEGIN IMMEDIATE")
         for pending in batch:
             if pending.group is not None:

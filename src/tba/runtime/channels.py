@@ -133,8 +133,7 @@ def wait_until(
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
-            # Heartbeats are looked at with every poll: an Idleness counts no more than MOST_COUNTED_SECONDS between two
-            # looks.
+            # Heartbeats are looked at with every poll: an Idleness counts little of the time between two distant looks.
             waiting.look()
             idle = idleness.look(progress())
             if idle > WARN_AFTER_SECONDS and not told:

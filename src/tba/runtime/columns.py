@@ -143,7 +143,7 @@ class ResponseColumns(Sequence[Trajectory]):
 
     def components(self, names: Sequence[str]) -> np.ndarray:
         """Reward components by name, float64 [R, C], NaN where they are not applicable or a response has none of a name."""
-        # Nearly always all responses have the same components, and their values are already a table.
+        # Where all responses have the same components, their values are a table already; the rest is for mixed groups.
         distinct = set(self.reward_names)
         if len(distinct) == 1:
             (own,) = distinct

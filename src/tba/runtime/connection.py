@@ -136,8 +136,7 @@ class LocalRuntime:
             for message in incarnation.process.link.drain():
                 if isinstance(message, TrajectoryGroup):
                     groups.append(self._completed(message))
-                    # The acknowledgement follows in `acknowledge`, when the trainer and the second copy have stored the
-                    # group.
+                    # The acknowledgement follows in `acknowledge`, once the trainer and the second copy have the group.
                     self._senders[message.id] = incarnation
                     if self._copies is not None:
                         self._not_copied.add(message.id)

@@ -92,8 +92,7 @@ class Link:
 
     def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
-        # The message is pickled here, not in the writer's thread: the error is the caller's, who may change the object
-        # later.
+        # The message is pickled here, not in the writer's thread: the caller sees the error, and may change the object.
         return self.send_bytes(pickled(message))
 
     def send_bytes(self, body: bytes) -> bool:
@@ -112,7 +111,7 @@ class Link:
 
     def drain(self) -> list[Any]:
         """All messages that have arrived."""
-        # Only this thread takes messages out, so at least qsize() of them are there.
+        # Only one thread takes messages out, so at least qsize() of them are there.
         found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         return [message for message in found if message is not None]
 

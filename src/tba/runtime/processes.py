@@ -395,8 +395,7 @@ def _status_of_zombie(pid: int) -> int | None:
     """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
     knows."""
     try:
-        # The name may hold spaces and parentheses, so fields are counted behind its last one: 0 is the state, 49 the exit
-        # code.
+        # The name may hold spaces and parentheses, so fields are counted behind it: 0 is the state, 49 the exit code.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

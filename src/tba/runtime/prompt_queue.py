@@ -123,7 +123,7 @@ class PromptQueue:
     def _draw_order(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(self.num_prompts))
-        # Two seeds share no order of an epoch while a run has fewer epochs than this factor.
+        # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         return torch.randperm(self.num_prompts, generator=generator).tolist()
 
@@ -157,7 +157,7 @@ class RolloutSource:
     def peek(self) -> RolloutRequest | None:
         """The next rollout; None = the stock is empty, but more were asked for."""
         lacking = self._size - len(self._rollouts) - self._coming
-        # Half the stock or more is asked for at once: a message for every rollout would be too many.
+        # More than half the stock is asked for at once: a message for every rollout would be too many.
         if lacking > self._size // 2:
             # `_coming` rises before the call: within one process `ask` adds the rollouts before it returns.
             self._coming += lacking

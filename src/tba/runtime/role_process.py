@@ -183,7 +183,7 @@ def _fork_own_server(*, below: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
-        # Descriptor 3 is the server's end. All others close, or the role's pipes would stay open after the role.
+        # Descriptor 3 is the server's end. Those above it close, or the role's pipes would stay open after the role.
         os.dup2(theirs.fileno(), 3)
         os.closerange(4, below)
         die_with_parent()

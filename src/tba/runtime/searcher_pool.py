@@ -157,7 +157,7 @@ class SearcherPool:
 
     def forget(self, incarnation: Incarnation) -> None:
         """The trainer has taken in all that one sent that is gone."""
-        # The trainer's thread removes while the pool's thread may append: each is one operation on the list, so no lock.
+        # The trainer's thread removes while the pool's may append: each is one operation on the list and needs no lock.
         self._incarnations.remove(incarnation)
 
     def show_stacks(self) -> None:
@@ -236,8 +236,7 @@ class SearcherPool:
             self._replace_lost(member, found, what, final=not beats and never)
 
     def _fill(self, member: Member) -> None:
-        # The row counts for one process: heartbeat 0 means that it still loads, and its groups decide whether it ended
-        # early.
+        # The row counts for one process: heartbeat 0 means that it still loads, few groups that it ended early.
         row, incarnation = self._counters.searcher(member.index), secrets.token_hex(4)
         row.clear()
         # Or it would show as not wanted for a moment.

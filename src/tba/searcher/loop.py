@@ -177,8 +177,7 @@ class Searcher:
         for completion in self.engine.generate(
             remembered(), samples_per_prompt=own, sampling=self.sampling, between_steps=between_steps
         ):
-            # The first sample of a rollout is a multiple of samples_per_prompt (PromptStream), so each of its samples gives
-            # it.
+            # The first sample of a rollout is a multiple of samples_per_prompt (PromptStream), so any sample gives it.
             first_sample = completion.sample_index // self.samples_per_prompt * self.samples_per_prompt
             rollout = completion.prompt_id, first_sample
             members.setdefault(rollout, []).append(completion)

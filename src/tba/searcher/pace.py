@@ -137,8 +137,7 @@ class PacedRollouts:
     def _needed(self, rollout: RolloutRequest) -> int:
         if self.max_lag is None:
             return 0
-        # With P = 64, U = 2 and a limit of 1.3, rollout 200 is at place 8 of batch 3, which is early: it needs version 6 - 1
-        # - 1.
+        # With P = 64, U = 2 and limit 1.3, rollout 200 is at place 8 of batch 3, which is early: it needs version 6 - 2 = 4.
         batch, place = divmod(max(0, rollout.number - self.lost()), self.prompts_per_step)
         # Between two publications there is no newer version to wait for.
         limit = self._limit(min(self.max_lag, max(self.spare_lag - 1, self.most_lag())))

@@ -108,7 +108,7 @@ class WeightLoader:
     def _note_canary(self, version: int) -> None:
         """Keep a version's canary, where it has come."""
         if version not in self._canaries and (found := self._source.canary(version)) is not None:
-            # Canaries of earlier versions are dropped: the engine never goes back to them.
+            # Canaries before the version loaded last are dropped: no earlier version is compared any more.
             self._canaries = {known: canary for known, canary in self._canaries.items() if known >= self._loaded}
             self._canaries[version] = found
 

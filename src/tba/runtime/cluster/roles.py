@@ -131,7 +131,7 @@ class ClusterRole:
     def _exchange(self) -> None:
         """Bring frames and heartbeats."""
         try:
-            # The call returns within EXCHANGE_SECONDS, also where the role has sent nothing: it carries heartbeats too.
+            # The call returns after EXCHANGE_SECONDS where the role has sent nothing, because it carries heartbeats too.
             found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
