@@ -127,8 +127,7 @@ class SharedWeights:
             found = checksum(self._data[buffer])  # waits for the copies: it comes back to the host
         else:
             found = writer.write(tensors, self._data[buffer])
-            # The canary is computed from the returned tensors, so they must be the numbers that searchers load, in their
-            # dtype.
+            # The canary is computed from the returned tensors: they must be the numbers that searchers load, in their dtype.
             if all(tensor.dtype == shared[name].dtype for name, tensor in tensors.items()):
                 shared = tensors
         self._buffers.finish(buffer, Header(version=version, checksum=found))

@@ -134,6 +134,7 @@ class Searcher:
 
     def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:
         """Draw prompts until `requests` ends, sending each group as soon as it is scored."""
+        # The engine drives this loop: it draws from `requests` and calls `between_steps` between two decode steps.
         for group in self._finished_groups(requests, between_steps):
             self.rewards.submit(group)
             self.send_ready(at_least=GROUPS_AT_ONCE)
@@ -306,6 +307,7 @@ def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
     count = config.reference_samples_per_prompt
     if count == 0:
         return None
+    # More slots would stay empty: ReferenceSamples generates one rollout at a time.
     slots = min(count, config.generate.slots or count)
     generate = config.generate.model_copy(update={"slots": slots})
     return make_engine(

@@ -112,6 +112,7 @@ class PacedRollouts:
         """None = nothing may start now, but responses are still running."""
         if not self._may_start():
             if self.started > self.generated():
+                # The engine goes on with the responses that run and asks again, so nothing waits here.
                 return None
             wait_until(
                 self._may_start_after_tick,

@@ -86,6 +86,7 @@ class StepValues:
             # A name of its own for each prefix, and other samples at another rollout: both are part of the key of every
             # random number.
             name = f"{prompt.id}#{blake2b(prefix.tobytes(), digest_size=8).hexdigest()}"
+            # Samples of a rollout are consecutive, so this is its number among the rollouts of its prompt.
             rollout = completions[0].sample_index // max(1, len(completions))
             requests.append(
                 Request(prompt=replace(prompt, id=name), first_sample=rollout * self.continuations, prefix_ids=prefix)
