@@ -134,7 +134,7 @@ class Searcher:
 
     def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:
         """Draw prompts until `requests` ends, sending each group as soon as it is scored."""
-        # The engine drives this loop: it draws from `requests` and calls `between_steps` between two decode steps.
+        # The engine drives this loop: it draws from `requests` and calls `between_steps` between decode steps.
         for group in self._finished_groups(requests, between_steps):
             self.rewards.submit(group)
             self.send_ready(at_least=GROUPS_AT_ONCE)
