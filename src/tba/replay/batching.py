@@ -70,11 +70,13 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     per_token = [columns.log_ref, columns.behaviour, columns.policy]
     if step_values:
         per_token.append(_step_values(columns, group.id))
+    # One sum for each response. None is empty (`_check`): reduceat would give an empty one its neighbour's first token.
     log_importance = np.add.reduceat(columns.log_ref.astype(np.float64) - columns.behaviour, columns.starts)
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
         rewards = columns.components(reward_names).astype(np.float32)
     return PackedGroup(
+        # ~id is negative for every id, so the sign holds the loss mask; `unpack_ids` reads it.
         ids=cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
         floats=cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
         columns={
@@ -92,6 +94,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
 def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
     """The memory of each response, in proportion to its number of tokens: bytes objects, which Python's allocator takes back
     one by one."""
+    # 4 bytes a token of ids, 12 or 16 of floats.
     width = len(memory) // max(1, int(lengths.sum()))
     return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
 
@@ -144,6 +147,7 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
         return values.reshape(len(padded), K, *values.shape[1:])
 
     ids = [entry.ids[position] for entry, own in padded for position in own.tolist()]
+    # Stored ids are int32, four bytes for each token.
     lengths = np.array([len(own) // 4 for own in ids], np.int64)
     ids_N, loss_mask_N = unpack_ids(b"".join(ids))
     joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])

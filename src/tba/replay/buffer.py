@@ -116,6 +116,7 @@ class ReplayBuffer:
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
         packed = pack_group(group, self.reward_names, step_values=self._step_values)
         entry = self._find_entry(group.prompt, packed.reference_version)
+        # The mark rises for a refused group too: it has come, and a copy of it is to be ignored.
         self.marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
@@ -179,9 +180,11 @@ class ReplayBuffer:
         removed."""
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
         before = len(self)
+        # The entries are listed first: those left empty leave the dict meanwhile.
         for entry in [entry for entry in self._entries.values() if entry.reference_version < version_below]:
             self._remove(entry, entry.since(0))
         if self._queue is not None:
+            # Empty groups count against the queue's bound and would crowd out new ones.
             self._queue.forget_empty(self._entries)
         self._counts["dropped"] += before - len(self)
         return before - len(self)
@@ -191,6 +194,7 @@ class ReplayBuffer:
         for entry in self._entries.values():
             ids = [unpack_ids(own)[0] for own in entry.ids]
             for position, log_ref in enumerate(score([entry.prompt_tokens] * len(ids), ids)):
+                # Column 0 is log_ref (PackedGroup.floats). Bytes cannot be changed, so a copy takes their place.
                 floats = np.frombuffer(entry.floats[position], np.float32).reshape(len(log_ref), -1).copy()
                 floats[:, 0] = log_ref
                 entry.floats[position] = floats.tobytes()
@@ -221,6 +225,7 @@ class ReplayBuffer:
         settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
         entries = list(self._entries.values())
         ids = [own for entry in entries for own in entry.ids]
+        # `logit` follows from the scores and the settings: `load_state` computes it again.
         names = [name for name in entries[0].columns if name != "logit"] if entries else []
         return {
             **{name: getattr(self, name) for name in STATE},
@@ -243,11 +248,13 @@ class ReplayBuffer:
             setattr(self, name, state[name])
         self._groups = deque(BufferedGroup(*group) for group in state["groups"].tolist())
         if self._queue is not None:
+            # A state of a buffer without a queue: all its groups wait, the oldest first.
             queued = state["groups"] if state["queue"] is None else state["queue"]
             self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
         columns = self._with_logits(state["columns"])
         ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
+        # `first` and `first_token` run along the arrays, in which the entries lie end to end.
         for index, prompt_id, reference_version, newest_group_arrival, num_responses, num_tokens in state["entries"]:
             own, prompt_tokens = slice(first, first + num_responses), slice(first_token, first_token + num_tokens)
             prompt = Prompt(id=prompt_id, token_ids=state["prompt_tokens"][prompt_tokens], text="")
@@ -290,6 +297,7 @@ class ReplayBuffer:
             self._remove(entry, entry.columns["arrival"].searchsorted(copies), keep=entry)
         self._evict(entry, len(entry) + len(packed) - self._capacity_per_prompt, keep=entry)
         while (excess := len(self) + len(packed) - self.config.capacity) > 0:
+            # The oldest group may have no response left: it then only leaves the list.
             oldest = self._groups[0]
             num_stored = len(oldest.positions(self._entries))
             if num_stored <= excess:
@@ -325,6 +333,7 @@ class ReplayBuffer:
     def _store(self, packed: PackedGroup, entry: PromptEntry, step: int) -> None:
         first, end = self._next_arrival, self._next_arrival + len(packed)
         columns = dict(packed.columns)
+        # Arrival numbers rise with the positions in an entry: `since` and `between` search them by bisection.
         columns["arrival"] = np.arange(first, end)
         # What a trainer that died had published is no weights of this one: no response is younger than the step.
         columns["version"] = version = np.minimum(columns["version"], step)
@@ -334,6 +343,7 @@ class ReplayBuffer:
         entry.append(packed.ids, packed.floats, self._with_logits(columns))
         self._next_arrival = end
         self._num_responses += len(packed)
+        # Stored ids are int32, four bytes for each token.
         self._num_tokens += sum(map(len, packed.ids)) // 4
         if entry.index not in self._entries:
             self._entries[entry.index] = entry

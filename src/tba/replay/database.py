@@ -90,6 +90,7 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
         if arrivals is None:
             found = database.execute("SELECT arrival FROM groups WHERE arrival > ? ORDER BY arrival", (after,))
             arrivals = [arrival for (arrival,) in found]
+        # Each row has a query of its own: a cursor over all would stay open for as long as the caller takes.
         for arrival in arrivals:
             try:
                 stored = read_row(database, arrival)
@@ -108,6 +109,7 @@ def read_row(database: sqlite3.Connection, arrival: int) -> StoredGroup | None:
     row = raw_row(database, arrival)
     if row is None:
         return None
+    # Columns 5 and 12 of SCHEMA are step and time, the last one is the payload.
     return StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
 
 
@@ -133,11 +135,14 @@ def open_database(path: Path, durability: Durability) -> sqlite3.Connection:
     """The database to write to, made if it does not exist; it is used by one thread at a time."""
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+        # With a write-ahead log other processes can read while the run writes.
         database.execute("PRAGMA journal_mode = WAL")
+        # FULL waits for the disk at each commit, for the loss of power; NORMAL holds against the death of the process.
         database.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
         database.execute(f"PRAGMA fullfsync = {durability == 'power'}")  # a flush on macOS reaches the disk only so
         database.execute("PRAGMA secure_delete = OFF")  # some builds would overwrite every row that leaves
         if not database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            # One transaction: the file has the whole schema with its version, or nothing.
             database.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             sync(path.parent)
     except (sqlite3.Error, OSError) as error:
@@ -206,6 +211,7 @@ def place_database(home: Path) -> Path:
     source = found if found.is_file() else home
     if source != local and source.is_file():
         remove_database(local)
+        # A backup has the rows that are still in the -wal file too, which a copy of the file would lack.
         with closing(open_read_only(source)) as original, closing(sqlite3.connect(local)) as copy:
             original.backup(copy)
     if kind is None:
@@ -335,6 +341,7 @@ def examine(path: Path, *, last: int) -> Found:
             listed = "SELECT arrival FROM groups ORDER BY arrival" if tables else "SELECT 0 WHERE FALSE"
             arrivals = [arrival for (arrival,) in database.execute(listed)]
         except sqlite3.DatabaseError as error:
+            # The list itself is damaged, so every number that a group may have is tried.
             damage, arrivals = damage or str(error), list(range(1, last + 1))
         for arrival in arrivals:
             try:
@@ -365,8 +372,10 @@ def salvage(path: Path, readable: list[int]) -> Path:
         with suppress(sqlite3.DatabaseError):  # numbers of groups that have left
             database.executemany(RAISE_MARK, damaged.execute("SELECT * FROM incarnations").fetchall())
         database.execute("COMMIT")
+        # The new file must be complete without a -wal file: it alone is renamed below.
         database.execute("PRAGMA journal_mode = DELETE")
     aside = next(name for n in count(1) if not (name := path.with_name(f"{path.name}.damaged-{n}")).exists())
+    # The -wal file goes with the damaged file: SQLite would apply one that stays to the new database.
     for suffix in SUFFIXES:
         with suppress(FileNotFoundError):
             os.replace(path.with_name(path.name + suffix), aside.with_name(aside.name + suffix))

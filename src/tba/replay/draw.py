@@ -59,9 +59,11 @@ class PromptEntry:
     def append(self, ids: Sequence[bytes], floats: Sequence[bytes], columns: Mapping[str, np.ndarray]) -> None:
         """Add the responses of a group as the newest."""
         if self.arrival_of is not None:
+            # The newest of equal responses is listed: the buffer has removed the older ones (`_make_room`).
             self.arrival_of.update(zip(ids, columns["arrival"].tolist()))
         self.ids += ids
         self.floats += floats
+        # This holds for one group; `load_state`, which adds several at once, sets the number itself.
         self.newest_group_arrival = int(columns["arrival"][0])
         self.columns = {
             name: np.concatenate([self.columns[name], values]) if self.columns else values
@@ -300,6 +302,7 @@ def draw_by_weight(
 def _live_without(entry: PromptEntry, exclude: np.ndarray, since: int = 0) -> np.ndarray:
     """Positions of the stored responses, oldest first, that are not in `exclude`."""
     positions = entry.since(since)
+    # `exclude` must be among `positions`: searchsorted would give a neighbour of any other.
     return np.delete(positions, positions.searchsorted(exclude)) if len(exclude) else positions
 
 
@@ -349,6 +352,7 @@ class PromptDraws:
             fresh[prompt] = arrival
             if len(fresh) == len(self.all):
                 break
+        # The order is fixed, because removals move other prompts: a run that resumes draws as if it had not stopped.
         for prompt in sorted(set(self.fresh) - set(fresh), key=lambda prompt: entries[prompt].newest_group_arrival):
             self.fresh.remove(prompt)
         for prompt in fresh:

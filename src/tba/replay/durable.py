@@ -94,6 +94,7 @@ class GroupStore:
 
     def __post_init__(self) -> None:
         self._database = open_database(self.path, self.durability)
+        # The marks have a table of their own: a group whose row has left is still known as one that came.
         self._marks = HighWaterMarks(dict(self._database.execute("SELECT incarnation, highest FROM incarnations")))
         arrival, responses = self._database.execute("SELECT MAX(arrival), SUM(responses) FROM groups").fetchone()
         self.last_arrival = arrival or 0
@@ -148,6 +149,7 @@ class GroupStore:
         if new:
             self._marks.raise_to(group_id)
             self.last_arrival += 1
+        # A copy takes the same queue, so it is acknowledged after the commit of the group that it repeats.
         pending = _Pending(
             group=group if new else None,
             id=group_id,
@@ -164,6 +166,7 @@ class GroupStore:
     def committed(self) -> list[str]:
         """Ids of the groups committed since the last call."""
         self._raise_error()
+        # The length is taken first: ids that the writer adds meanwhile come with the next call.
         return [self._committed.popleft() for _ in range(len(self._committed))]
 
     def flush(self) -> None:
@@ -226,6 +229,7 @@ class GroupStore:
         self._writer.join()
         if not self._told:  # a second time it would hide what the first one led to
             self._raise_error()
+        # The writer has ended, so the file is complete and may move to the run folder.
         if self.final_copy is not None and self._error is None and self.path.exists():
             self.snapshot(self.final_copy)
             remove_database(self.path)
@@ -236,6 +240,7 @@ class GroupStore:
     def _has_room(self, num_bytes: int) -> bool:
         self._raise_error()
         waiting = self._appended_bytes - self._committed_bytes
+        # A group larger than the bound passes when nothing else waits, or it would wait for ever.
         return not waiting or waiting + num_bytes <= MAX_PENDING_BYTES
 
     def _raise_error(self) -> None:
@@ -251,6 +256,7 @@ class GroupStore:
             try:
                 if batch and self._error is None:
                     self._commit(batch)
+                    # Groups are named only after the COMMIT: their acknowledgement lets the searchers forget them.
                     self._committed.extend(str(pending.id) for pending in batch)
                     self._num_committed += len(batch)
                     self._committed_bytes += sum(pending.num_bytes for pending in batch)
@@ -260,6 +266,7 @@ class GroupStore:
                 flushed.set()
         if self._error is None:
             with suppress(sqlite3.OperationalError):  # another process reads it, so the -wal file stays
+                # Without write-ahead log the database is one file, which also opens where nothing can be written.
                 self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.execute("PRAGMA journal_mode = DELETE")
         self._database.close()
@@ -286,6 +293,7 @@ class GroupStore:
         for pending in batch:
             if pending.group is not None:
                 database.execute(INSERT, self._make_row(pending, pending.group))
+                # Numbers of a source rise in the order of arrival, so the last one is the highest.
                 highest[pending.id.source] = pending.id.number
                 self._num_responses += len(pending.group.trajectories)
         # In the same transaction as the rows: a group is stored and known, or neither.
@@ -293,10 +301,12 @@ class GroupStore:
         self._remove_oldest()
         database.execute("COMMIT")
         if highest:
+            # This follows the COMMIT: a number ahead of the file would make a resume report lost groups.
             self._note_stored(max(pending.arrival for pending in batch if pending.group is not None))
 
     def _note_stored(self, arrival: int) -> None:
         """Write down, outside of the database, up to which group it has them all."""
+        # Always 21 bytes, so that no digit of an earlier number is left behind a shorter one.
         os.pwrite(self._stored, f"{arrival:020d}\n".encode(), 0)
 
     def _make_row(self, pending: _Pending, group: TrajectoryGroup) -> tuple[Any, ...]:

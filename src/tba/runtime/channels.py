@@ -77,6 +77,7 @@ class LaggedWeights:
         """The weights that were loaded last, for checkpoints; None = the start model."""
 
     def publish(self, weights: Weights) -> None:
+        # The trainer changes these tensors at its next step, and they are loaded up to `lag` steps later: copies are kept.
         copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}
         self._kept.append(replace(weights, tensors=copies))
         if len(self._kept) > self._lag:
@@ -88,6 +89,7 @@ class LaggedWeights:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._in_use, self._kept = state["in_use"], state["kept"]
+        # After a resume the engine has the start model, so it gets the weights that it had when the state was saved.
         if self._in_use is not None:
             self._load(self._in_use)
 
@@ -123,6 +125,7 @@ def wait_until(
     this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been. A wait in which
     nothing has moved for WARN_AFTER_SECONDS is reported once, long before its deadline.
     """
+    # Nothing is written to the row without a wait: every group that is sent or stored comes by here.
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
@@ -130,6 +133,7 @@ def wait_until(
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
+            # Heartbeats are looked at with every poll: an Idleness counts little of the time between two distant looks.
             waiting.look()
             idle = idleness.look(progress())
             if idle > WARN_AFTER_SECONDS and not told:

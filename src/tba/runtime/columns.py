@@ -108,6 +108,7 @@ class ResponseColumns(Sequence[Trajectory]):
 
     def __iter__(self) -> Iterator[Trajectory]:
         lengths = self.lengths.tolist()
+        # Tokens, step values and rewards of a response differ in number, so each has offsets of its own.
         tokens = pairwise(accumulate(lengths, initial=0))
         with_values = (length if has else 0 for length, has in zip(lengths, self.has_step_values))
         values = pairwise(accumulate(with_values, initial=0))
@@ -142,6 +143,7 @@ class ResponseColumns(Sequence[Trajectory]):
 
     def components(self, names: Sequence[str]) -> np.ndarray:
         """Reward components by name, float64 [R, C], NaN where they are not applicable or a response has none of a name."""
+        # Where all responses have the same components, their values are a table already; the rest is for mixed groups.
         distinct = set(self.reward_names)
         if len(distinct) == 1:
             (own,) = distinct
@@ -243,6 +245,7 @@ def encode(group: TrajectoryGroup) -> bytes:
         **{key: getattr(columns, name) for key, name in LISTS.items()},
     }
     text = _header(header)
+    # This order is the format: `decode` reads the arrays in the order of ARRAYS.
     arrays = [prompt.token_ids, *(getattr(columns, name) for name in ARRAYS if name != "prompt")]
     parts = [array.astype(dtype, copy=False).tobytes() for array, dtype in zip(arrays, ARRAYS.values())]
     return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
@@ -255,6 +258,7 @@ def decode(payload: bytes) -> TrajectoryGroup:
         raise ValueError(f"begins with {magic!r} instead of {MAGIC!r}")
     header = json.loads(payload[PREFIX.size : PREFIX.size + length])
     tokens, prompt = header["tokens"], header["prompt"]
+    # Every length follows from the header, so the arrays have no separators.
     lengths = dict.fromkeys(ARRAYS, sum(tokens)) | {
         "prompt": prompt["tokens"],
         "rewards": sum(len(names) for names in header["rewards"]),
@@ -290,6 +294,7 @@ def _header(header: dict[str, Any]) -> bytes:
     try:
         return ENCODER.encode(header).encode("ascii")
     except (TypeError, ValueError):
+        # Columns are tried one by one only after a failure: trying them always would encode every group twice.
         prompt = header["prompt"]
         kept = {name: value for name, value in prompt["columns"].items() if _is_json(value)}
         left_out = sorted(set(prompt["columns"]) - set(kept))

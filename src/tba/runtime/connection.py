@@ -102,6 +102,7 @@ class LocalRuntime:
             references=None if self._references is None else self._references.handle(),
         )
         if self._copies is not None:
+            # Nothing is read yet: each call of `drain` takes COPIES_AT_ONCE of them.
             self._copied = self._copies.groups(after=stored or {})
         self._start_one = partial(self._start_one, target, arguments, connection)
         self.pool.begin(self._start_one, self._num_searchers)
@@ -109,10 +110,12 @@ class LocalRuntime:
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
         """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
         is the highest number of each source whose groups it still has."""
+        # The leases are returned first: after `stop` the pool has forgotten who held them.
         for incarnation in self.pool.incarnations():
             self.prompt_queue.hand_back(incarnation.holder)
         self.pool.stop(timeout_seconds=0.0)
         if self._copies is not None:
+            # Otherwise a later resume would get groups of the steps that are made again from the second copy.
             self._copies.return_to(go_on_from)
         self._senders, self._stored, self._not_copied, self._copied = {}, [], set(), iter(())
         self._evaluations, self._wanted_evaluations, self._evaluator = [], [], None
@@ -133,6 +136,7 @@ class LocalRuntime:
             for message in incarnation.process.link.drain():
                 if isinstance(message, TrajectoryGroup):
                     groups.append(self._completed(message))
+                    # The acknowledgement follows in `acknowledge`, once the trainer and the second copy have the group.
                     self._senders[message.id] = incarnation
                     if self._copies is not None:
                         self._not_copied.add(message.id)
@@ -144,6 +148,7 @@ class LocalRuntime:
                     case ("evaluated", (version, metrics)):
                         self._evaluator = None
                         self._evaluations.append((version, metrics))
+                        # The searcher has answered every request up to this version (`TrainerConnection.take_asked`).
                         self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > version]
             if gone:
                 self._forget(incarnation)
@@ -164,6 +169,7 @@ class LocalRuntime:
         """A searcher has ended: others get its rollouts."""
         self.pool.forget(incarnation)
         self.prompt_queue.hand_back(incarnation.holder)
+        # A process that takes its place asks for rollouts itself, and gets these first (`PromptQueue.lease`).
         if not incarnation.replaced:
             self._hand_to_others()
 
@@ -219,6 +225,7 @@ class LocalRuntime:
         running = self._running() if self._wanted_evaluations else []
         if running and self._evaluator not in running:
             self._evaluator = running[0]
+            # The newest request stands for all of them: its answer covers the earlier versions.
             self._evaluator.process.link.send(("evaluate", self._wanted_evaluations[-1]))
 
     def take_evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -236,6 +243,7 @@ class LocalRuntime:
             return
         self.pool.stop()
         self._stopped = True
+        # The memory closes last: a searcher that still starts opens it through this process's descriptors.
         self._buffers.memory.close()
         if self._references is not None:
             self._references.memory.close()
@@ -293,6 +301,7 @@ class TrainerConnection:
 
     def _has_room(self) -> bool:
         if len(self._unacknowledged) >= WINDOW:
+            # Acknowledgements make room and arrive as messages, so reading messages lets the wait end.
             self.handle_messages()
         return len(self._unacknowledged) < WINDOW
 

@@ -195,6 +195,7 @@ class SharedCounters:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.values = memory.array(np.float64)
+        # np.split gives views, so an assignment to a field is a store into the shared memory.
         parts = np.split(self.values, np.cumsum(WIDTHS)[:-1])
         self.supervisor = RoleCounters(parts[0], SUPERVISOR_FIELDS)
         self.trainer = RoleCounters(parts[1], TRAINER_FIELDS)
@@ -212,6 +213,7 @@ class SharedCounters:
         """Where the numbers that a searcher writes lie, or the trainer and all its searchers (None)."""
         if searcher is None:
             return slice(WIDTHS[0], sum(WIDTHS))
+        # `pid` and `place` lie at the end of a row and belong to the trainer, so a searcher's own part is one slice.
         start = sum(WIDTHS[: 2 + searcher])
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
@@ -240,7 +242,9 @@ class SharedCounters:
         # A silent searcher is replaced by the SearcherPool.
         silent = [row.silence() > SILENT_SECONDS for row in rows]
         if loading or any(silent) or self._is_suspended():
+            # The clock changes at every look, so the deadline of the role that waits does not count.
             return time.monotonic()
+        # A new searcher's `work` starts at 0; the first term keeps the sum from returning to an old value by chance.
         return 1e9 * self.replaced + sum(row["work"] for row in rows)
 
     def trainer_progress(self) -> float:
@@ -261,6 +265,7 @@ class SharedCounters:
 
     def trainer_begins(self) -> None:
         """Another trainer begins, with searchers of its own."""
+        # This comes before the rows are cleared: `replaced` adds the number of the trainer that has ended.
         self.supervisor["replaced_before"] = self.replaced
         for row in (self.trainer, *self._searchers):
             row.clear()
@@ -273,6 +278,7 @@ class SharedCounters:
     def statuses(self) -> list[RoleStatus]:
         """One line per role with its state, for the terminal."""
         trainer = self.trainer
+        # Rates are 0 before the trainer's first beat.
         seconds = trainer["seconds"] or math.inf
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
         if doing == WAITS_FOR["none"] and not trainer["made"]:
@@ -343,6 +349,7 @@ class RoleCounters:
         return float(self._values[self._index[name]])
 
     def __setitem__(self, name: str, value: float) -> None:
+        # An aligned float64 is stored whole, so a reader in another process sees the old number or the new one.
         self._values[self._index[name]] = value
 
     def clear(self) -> None:

@@ -38,8 +38,10 @@ class Idleness:
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         if number == self._seen:
+            # A process that was suspended for an hour adds one second here, so no deadline passes while it sleeps.
             self.seconds += min(passed, MOST_COUNTED_SECONDS)
         else:
+            # The number need not rise: a counter that starts again at zero has changed too.
             self.seconds, self.changed = 0.0, self._seen is not None
         self._seen = number
         return self.seconds
@@ -121,5 +123,6 @@ def _handles_signal(pid: int) -> bool:
     """Whether a process has a handler for SIGUSR1; where the system does not say, none is assumed."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
+            # SigCgt is a hexadecimal mask of the caught signals; bit n - 1 stands for signal n.
             return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
     return False

@@ -51,6 +51,7 @@ def row_sums(data: Tensor) -> Tensor:
     rows = numbers[:whole].view(-1, _ROW).sum(dim=1)
     if data.numel() == 8 * whole:
         return rows
+    # Fewer than eight bytes may be left behind the last int64; they are summed as bytes.
     rest = numbers[whole:].sum() + data[8 * numbers.numel() :].sum(dtype=torch.int64)
     return torch.cat([rows, rest[None]])
 
@@ -121,10 +122,12 @@ class PackedWriter:
 
     def _fill(self, part: Tensor, start: int, tensors: Mapping[str, Tensor]) -> None:
         """The bytes of the layout from `start` on, zero between two tensors."""
+        # The gaps between tensors are part of the checksum, so they must not hold bytes of the part before.
         part.zero_()
         for spec in self._layout:
             first, last = max(spec.offset, start), min(spec.offset + spec.num_bytes, start + len(part))
             if first < last:
                 dtype = getattr(torch, spec.dtype)
+                # Both ends fall on whole elements: parts begin at multiples of ROW_BYTES, tensors at multiples of ALIGNMENT.
                 elements = slice((first - spec.offset) // dtype.itemsize, (last - spec.offset) // dtype.itemsize)
                 part[first - start : last - start].view(dtype).copy_(tensors[spec.name].reshape(-1)[elements])

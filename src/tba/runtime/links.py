@@ -77,6 +77,7 @@ class Link:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None = the other end is gone."""
         self._outbox: queue.SimpleQueue[bytes | None] | None = queue.SimpleQueue() if queued else None
+        # Several threads may send, and the bytes of two messages must not mix.
         self._send_lock = threading.Lock()
         self._on_close = on_close
         self._unread = unread
@@ -84,12 +85,14 @@ class Link:
         """The error report that has arrived, seen before anybody looks for messages."""
         self.closed = False
         """The other end is gone, and all that it has sent has arrived."""
+        # The threads start last, because they use every field. They are daemons: a process ends although its reader waits.
         threading.Thread(target=self._read, daemon=True, name="link-reader").start()
         if queued:
             threading.Thread(target=self._write, daemon=True, name="link-writer").start()
 
     def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
+        # The message is pickled here, not in the writer's thread: the caller sees the error, and may change the object.
         return self.send_bytes(pickled(message))
 
     def send_bytes(self, body: bytes) -> bool:
@@ -108,17 +111,20 @@ class Link:
 
     def drain(self) -> list[Any]:
         """All messages that have arrived."""
+        # Only one thread takes messages out, so at least qsize() of them are there.
         found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         return [message for message in found if message is not None]
 
     def close(self) -> None:
         """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
         it here would neither wake the reader nor reach the other end."""
+        # None ends the writer's thread. The line is cut at once, so messages that are still queued may be lost.
         if self._outbox is not None:
             self._outbox.put(None)
         self._hang_up()
 
     def _hang_up(self) -> None:
+        # `socket` closes the descriptor that it is given, and the reader still needs its own: a duplicate is shut down.
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -140,6 +146,7 @@ class Link:
             try:
                 body = self._connection.recv_bytes()
             except (EOFError, OSError, TypeError):  # the last one where this end was closed meanwhile
+                # `closed` is set before the None: a receiver that the None wakes must see that nothing follows.
                 self.closed = True
                 (self._unread or self._inbox.put)(None)  # wakes a receiver that waits
                 self._on_close()

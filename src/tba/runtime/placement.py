@@ -58,6 +58,7 @@ class RolePlacement:
         trainer: tuple[str, ...] = (real(config.model.device),)
         if ranks > 1 and trainer == ("cuda:0",):  # each rank has one of its own
             trainer = tuple(f"cuda:{rank}" for rank in range(ranks))
+        # Weight buffers are placed once, before later searchers are known, so the devices of all that may join count.
         anywhere = [real(config.searcher_device(index)) for index in range(MAX_SEARCHERS)]
         return cls(
             trainer=trainer,
@@ -146,6 +147,7 @@ def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
     if config.runtime.threads is not None:
         return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
     if _is_elsewhere(config):
+        # The cores of the nodes are not known here, and Ray reserves a CPU for each thread (cluster/roles.py).
         return RoleThreads(trainer=1, searcher=1)
     found = _on_this_machine(config, num_searchers)
     return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
@@ -315,6 +317,7 @@ def _start() -> str | None:
 
 def _end_with_this_process(folder: Path) -> None:
     """A process beside the daemon ends it after this one: it cannot end while its clients live."""
+    # A session of its own: Ctrl-C must not end it before the roles, which are the daemon's clients.
     subprocess.Popen(
         ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
         stdin=subprocess.DEVNULL,

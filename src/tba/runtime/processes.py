@@ -103,6 +103,7 @@ class RoleProcess:
         self._process: subprocess.Popen[bytes] | ForkedProcess
         with nullcontext() if log is None else log.open("ab") as stream:
             if forked and sys.platform == "linux":
+                # The server reads /proc and uses prctl (role_process.py), which only Linux has.
                 prepare_roles()
                 out, err = (1, 2) if stream is None else [stream.fileno()] * 2
                 own = {1: out, 2: err, **{number: number for number in fds}}
@@ -111,7 +112,9 @@ class RoleProcess:
                 )
             else:
                 self._process = popen("tba.runtime.role_process", theirs.fileno(), fds, stream, environment)
+        # Otherwise this process would hold the child's end open and never see it close.
         theirs.close()
+        # The child reads these two messages before it makes its own Link.
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps({"name": name, "search_path": sys.path}).encode())
             ours.send_bytes(cloudpickle.dumps((target, dict(arguments))))
@@ -253,6 +256,7 @@ class ForkedProcess:
 
     def _look(self, seconds: float) -> int | None:
         """Exit status, None while it runs; waits for it no longer than the time."""
+        # The pool's thread and the trainer's may both ask, and the status comes over the pipe only once.
         with self._lock:
             if self._status is None and self._told.poll(seconds):
                 try:
@@ -279,6 +283,7 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
         self._socket = connection
+        # A server that hangs does not read: sending it a request must not block for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
         self._requests = Connection(os.dup(connection.fileno()), readable=False)
         self._process = process
@@ -300,6 +305,7 @@ class ForkServer:
         """The server of this process: the one that was made for it before it began, or else a new one."""
         with cls._shared_lock:
             if cls._shared is None or not cls._shared.lives:
+                # The variable is used once: after that server has died, a new one is started instead.
                 own = os.environ.pop(OWN_SERVER, None)
                 cls._shared = cls._begin(*cls._settings) if own is None else cls._own(*map(int, own.split()))
             return cls._shared
@@ -322,6 +328,7 @@ class ForkServer:
     @classmethod
     def _own(cls, descriptor: int, pid: int) -> ForkServer:
         connection = socket.socket(fileno=descriptor)
+        # The descriptor was inheritable for an exec only: a process that this one starts must not hold the socket open.
         connection.set_inheritable(False)
         return cls(connection, psutil.Process(pid))
 
@@ -354,6 +361,7 @@ class ForkServer:
         told, telling = Pipe(duplex=False)
         how = f"has not answered for {self._seconds} s"
         try:
+            # One request at a time: the descriptors must follow their own request over the socket.
             with self._lock:
                 self._requests.send(request)
                 socket.send_fds(self._socket, [b" "], [telling.fileno(), link, *descriptors.values()])
@@ -387,6 +395,7 @@ def _status_of_zombie(pid: int) -> int | None:
     """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
     knows."""
     try:
+        # The name may hold spaces and parentheses, so fields are counted behind it: 0 is the state, 49 the exit code.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

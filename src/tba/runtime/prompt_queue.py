@@ -52,6 +52,7 @@ class PromptQueue:
     def lease(self, holder: str, count: int) -> list[RolloutRequest]:
         """The next rollouts for a searcher. Rollouts that another searcher did not finish come first."""
         with self._lock:
+            # The earliest come first: the trainer's next batches wait for them.
             self._handed_back.sort()
             rollouts, self._handed_back = self._handed_back[:count], self._handed_back[count:]
             rollouts += [self._next() for _ in range(count - len(rollouts))]
@@ -65,6 +66,7 @@ class PromptQueue:
             # groups. Such a number must not be handed out as a new one. Numbers before it are open.
             while self._handed_out <= number:
                 self._handed_back.append(self._next())
+            # False for a group that came before: its lost rollout is not counted twice.
             if self._take_back(number):
                 self.num_lost += is_lost
 
@@ -106,6 +108,7 @@ class PromptQueue:
         found = [rollout for rollout in self._handed_back if rollout.number == number]
         if found:
             self._handed_back.remove(found[0])
+        # The sender is not known here: any searcher may hold the number, and at most one does.
         found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
         return bool(found)
 
@@ -120,6 +123,7 @@ class PromptQueue:
     def _draw_order(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(self.num_prompts))
+        # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         return torch.randperm(self.num_prompts, generator=generator).tolist()
 
@@ -139,6 +143,7 @@ class RolloutSource:
     @classmethod
     def of(cls, prompt_queue: PromptQueue) -> RolloutSource:
         """Rollouts straight from the prompt queue, one at a time, where searcher and trainer take turns in one process."""
+        # The lambda looks `source` up when it is called, which is after this line.
         source = cls(lambda count: source.add(prompt_queue.lease("searcher-0", count)), size=1)
         return source
 
@@ -146,17 +151,21 @@ class RolloutSource:
         """Take in rollouts that were asked for, or that another searcher did not finish."""
         for rollout in rollouts:
             heapq.heappush(self._rollouts, rollout)
+        # Rollouts of a searcher that has ended come unasked, so more may arrive than are counted as coming.
         self._coming = max(0, self._coming - len(rollouts))
 
     def peek(self) -> RolloutRequest | None:
         """The next rollout; None = the stock is empty, but more were asked for."""
         lacking = self._size - len(self._rollouts) - self._coming
+        # More than half the stock is asked for at once: a message for every rollout would be too many.
         if lacking > self._size // 2:
+            # `_coming` rises before the call: within one process `ask` adds the rollouts before it returns.
             self._coming += lacking
             self._ask(lacking)
         return self._rollouts[0] if self._rollouts else None
 
     def take(self) -> RolloutRequest:
         """Take the rollout that peek shows."""
+        # Where the roles take turns the stock is empty before each rollout, and this asks for the next one.
         self.peek()
         return heapq.heappop(self._rollouts)

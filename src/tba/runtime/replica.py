@@ -85,6 +85,7 @@ class Replica:
         """Forget the groups after the highest number of each source: the trainer has gone back to where it had these."""
         with self._reported("written"), self._database:
             for (source,) in self._database.execute("SELECT DISTINCT source FROM groups").fetchall():
+                # A source that the trainer does not know loses all its groups: every number is larger than -1.
                 last = (source, marks.get(source, -1))
                 self._database.execute("DELETE FROM groups WHERE source = ? AND number > ?", last)
         self._num_responses = self._count()
@@ -108,6 +109,7 @@ class Replica:
         if excess <= 0:
             return
         for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
+            # A group stays whole while some of its responses are within the capacity, as in the durable replay.
             if excess <= 0 or responses > excess:
                 break
             last, excess = arrival, excess - responses

@@ -77,6 +77,7 @@ def run_role(link_descriptor: int) -> int:
     try:
         sys.path[:] = first["search_path"]
         target, arguments = cloudpickle.loads(payload)
+        # Bytes are a target that an actor passed on without importing it (cluster/roles.py); its arguments come with it.
         if isinstance(target, bytes):
             target, more = cloudpickle.loads(target)
             arguments = {**more, **arguments}
@@ -104,6 +105,7 @@ def _parent_is_gone() -> None:
 def serve(caller: socket.socket) -> None:
     """The server: fork a role for each request and report the end of each, until the caller is gone."""
     requests = Connection(os.dup(caller.fileno()), writable=False)
+    # `select` must return when a child ends: the handler does nothing, but the signal writes a byte into this pipe.
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -114,6 +116,7 @@ def serve(caller: socket.socket) -> None:
         ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
+        # One byte may stand for several ends, so every child is asked.
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -129,6 +132,7 @@ def serve(caller: socket.socket) -> None:
         forked = os.fork()
         if forked == 0:
             _become_role(request, descriptors[1:])
+        # The first descriptor, the pipe for the exit status, stays with the server; the role has the others.
         running[forked] = Connection(descriptors[0], readable=False)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
@@ -142,6 +146,7 @@ def _become_role(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn
     try:
         die_with_parent()
         show_as(request["name"])
+        # A session of its own: Ctrl-C in the terminal reaches the supervisor alone.
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -169,6 +174,7 @@ def _become_role(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # The fork must not return: the server's loop lies on this stack and would go on in it.
         os._exit(status)
 
 
@@ -177,6 +183,7 @@ def _fork_own_server(*, below: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
+        # Descriptor 3 is the server's end. Those above it close, or the role's pipes would stay open after the role.
         os.dup2(theirs.fileno(), 3)
         os.closerange(4, below)
         die_with_parent()
@@ -187,6 +194,7 @@ def _fork_own_server(*, below: int) -> None:
         serve(socket.socket(fileno=3))
         os._exit(0)
     theirs.close()
+    # The role may become another program by exec, which must find the socket open.
     ours.set_inheritable(True)
     os.environ[OWN_SERVER] = f"{ours.detach()} {pid}"
 

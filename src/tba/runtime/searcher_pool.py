@@ -157,6 +157,7 @@ class SearcherPool:
 
     def forget(self, incarnation: Incarnation) -> None:
         """The trainer has taken in all that one sent that is gone."""
+        # The trainer's thread removes while the pool's may append: each is one operation on the list and needs no lock.
         self._incarnations.remove(incarnation)
 
     def show_stacks(self) -> None:
@@ -167,6 +168,7 @@ class SearcherPool:
 
     def stop(self, *, timeout_seconds: float | None = None) -> None:
         """End all of them, by force after the time (None = STOP_SECONDS), and forget them."""
+        # The thread ends first: it would replace the searchers that are stopped here.
         if self._thread is not None:
             self._stopping.set()
             self._thread.join()
@@ -181,6 +183,7 @@ class SearcherPool:
         self._members, self._incarnations = [], []
 
     def _run(self) -> None:
+        # Everything from here on runs in the pool's thread; `incarnations` and `forget` run in the trainer's.
         try:
             while not self._stopping.is_set():
                 self._counters.trainer["pool_beats"] += 1
@@ -198,9 +201,11 @@ class SearcherPool:
     def _set_count(self, count: int) -> None:
         """New ones start; those with the highest numbers end, and their rollouts go to others."""
         for member in self._members[count:]:
+            # The searcher goes on until it reads the message, and its place counts as filled until then.
             if member.filled_by is not None:
                 member.filled_by.process.link.send(STOP)
             member.closed = True
+        # A place that was given up is tried again when a number is asked for, but its early ends still count.
         for member in self._members[:count]:
             member.closed = member.given_up = False
         self._members += [Member(index) for index in range(len(self._members), min(count, MAX_SEARCHERS))]
@@ -222,6 +227,7 @@ class SearcherPool:
                 self.show_stacks()  # what the others did meanwhile
             self._replace_lost(member, found, f"failed: {failure.error}", final=failure.final)
         elif not process.alive and process.link.closed:
+            # The link must be closed too: the process may have ended while its last groups are still being read.
             self._replace_lost(member, found, f"ended (exit status {process.status})")
         elif found.idleness.look(beats) > limit:
             what = f"(process {process.pid}) has shown no sign of life for runtime.wait_seconds={limit:g} s"
@@ -230,6 +236,7 @@ class SearcherPool:
             self._replace_lost(member, found, what, final=not beats and never)
 
     def _fill(self, member: Member) -> None:
+        # The row counts for one process: heartbeat 0 means that it still loads, few groups that it ended early.
         row, incarnation = self._counters.searcher(member.index), secrets.token_hex(4)
         row.clear()
         # Or it would show as not wanted for a moment.
@@ -245,6 +252,7 @@ class SearcherPool:
     def _replace_lost(self, member: Member, found: Incarnation, what: str, *, final: bool = False) -> None:
         """A searcher has ended or hangs. Others get its rollouts, and another process gets its place in the pool."""
         process, row = found.process, self._counters.searcher(member.index)
+        # The process is killed before its place is free: two processes would write one row of the counters.
         process.kill()
         process.link.close()
         member.filled_by, row["pid"] = None, 0
@@ -272,6 +280,7 @@ class SearcherPool:
         elif member.given_up:
             logger.error("%s\nIts place stays empty: %d in a row ended early.", message, member.early_ends)
         else:
+            # 0, 1, 2 and 4 s after the first to the fourth early end; after the fifth the place is given up.
             wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (member.early_ends - 2) if member.early_ends > 1 else 0.0
             member.starts_at = time.monotonic() + wait
             self._counters.searcher(member.index)["place"] = PLACES.index(

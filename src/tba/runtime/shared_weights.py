@@ -56,6 +56,7 @@ class SharedWeights:
         self._buffers = buffers
         self._device_data = device_data
         size = data_bytes(self.layout)
+        # With the data on a GPU the shared memory holds only the headers, and there is nothing to view.
         in_memory = (
             [torch.from_numpy(buffers.data(buffer, size)) for buffer in range(2)] if device_data is None else None
         )
@@ -95,6 +96,7 @@ class SharedWeights:
         if self._device_data is not None:
             from torch.multiprocessing.reductions import reduce_tensor
 
+            # These are CUDA IPC handles: this process must keep the tensors for as long as another one has them open.
             device_data = tuple(reduce_tensor(data) for data in self._device_data)
         return SharedWeightsHandle(memory=self.memory.handle, layout=self.layout, device_data=device_data)
 
@@ -125,6 +127,7 @@ class SharedWeights:
             found = checksum(self._data[buffer])  # waits for the copies: it comes back to the host
         else:
             found = writer.write(tensors, self._data[buffer])
+            # The canary is computed from the returned tensors: they must be the numbers that searchers load, in their dtype.
             if all(tensor.dtype == shared[name].dtype for name, tensor in tensors.items()):
                 shared = tensors
         self._buffers.finish(buffer, Header(version=version, checksum=found))
@@ -214,6 +217,7 @@ class SharedWeights:
     def _reading(self) -> Iterator[None]:
         """Have what follows run on the reader's stream, behind whatever still reads its copy."""
         if self._private is None:
+            # The copy is made at the first fetch: the process that publishes never needs one.
             self._private = torch.empty_like(self._data[0])
             self._private_tensors = _views(self._private, self.layout)
             if not self._private.is_cuda and torch.cuda.is_initialized():  # the engine is on a GPU: they go there next
@@ -226,6 +230,7 @@ class SharedWeights:
             # Before decode steps where both have work: they last longer by a millisecond, but the weights are there.
             self._stream = torch.cuda.Stream(device, priority=-1)
         if self._loaded is None:
+            # The reader has not said when it stops reading, so everything that it has queued is waited for.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         else:
             self._stream.wait_event(self._loaded)

@@ -27,6 +27,7 @@ from tba.runtime.counters import SharedMemory
 ALIGNMENT = 64
 CANARY_ROOM = 64
 """Number of log-probs of a canary."""
+# The counter takes 8 of these bytes; the others keep the headers and the data at multiples of ALIGNMENT.
 _NEWEST_BYTES = 64
 _HEADER_NUMBERS = 4
 _HEADER_BYTES = -(-8 * (_HEADER_NUMBERS + CANARY_ROOM) // ALIGNMENT) * ALIGNMENT
@@ -150,6 +151,7 @@ class WeightMemory:
 
     def add_canary(self, canary: np.ndarray) -> None:
         """Add to the newest version the log-probs of the canary tokens under what lies in its buffer."""
+        # The writer has begun no other publication since, so the newest buffer is the one that the canary belongs to.
         buffer = (self.number - 1) % 2
         # The numbers first, then the version they belong to: `canary` takes them for complete once it is there.
         self._canaries[buffer][:] = canary
@@ -174,6 +176,7 @@ class WeightMemory:
         """The buffer of a version, for the process that writes, until it publishes twice more; None = it was overwritten, or
         never published."""
         for buffer, numbers in enumerate(self._headers):
+            # Only the writer calls this, so its loads need no fence against its own stores.
             if numbers[0] > 0 and numbers[0] % 2 == 0 and int(numbers[1]) == version:
                 return buffer, _header(numbers)
         return None
@@ -186,6 +189,7 @@ class WeightMemory:
         before = int(numbers[0])
         fence()
         if before % 2:
+            # The writer has come round to this buffer since `number` was read.
             return None
         copy(buffer)
         # Read before the sequence number is compared, so that it is known to belong to what was copied.
@@ -195,4 +199,5 @@ class WeightMemory:
 
 
 def _header(numbers: np.ndarray) -> Header:
+    # `finish` has stored the 64 bits of the checksum as an int64; here they are unsigned again.
     return Header(version=int(numbers[1]), checksum=int(numbers[2].astype(np.uint64)))

@@ -33,6 +33,7 @@ class Workers:
         pieces = iter(pieces)
         first = list(islice(pieces, 2))
         if len(first) < 2:
+            # A worker would compute a single piece with one thread, where the caller has several.
             yield from map(compute, first)
             return
         if self._pool is None:
@@ -42,6 +43,7 @@ class Workers:
         try:
             for piece in chain(first, pieces):
                 pending.append(self._pool.submit(compute, piece))
+                # One piece more than there are workers is submitted, so that none is idle while the caller uses a result.
                 if len(pending) > self.count:
                     yield pending.popleft().result()
             while pending:

@@ -134,6 +134,7 @@ class Searcher:
 
     def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:
         """Draw prompts until `requests` ends, sending each group as soon as it is scored."""
+        # The engine drives this loop: it draws from `requests` and calls `between_steps` between decode steps.
         for group in self._finished_groups(requests, between_steps):
             self.rewards.submit(group)
             self.send_ready(at_least=GROUPS_AT_ONCE)
@@ -162,6 +163,7 @@ class Searcher:
         self, requests: Iterator[Request | None], between_steps: Callable[[], None] | None
     ) -> Iterator[FinishedGroup]:
         """Groups, samples in order, as soon as all samples of a rollout are there."""
+        # The key has the first sample too: two rollouts of one prompt may run side by side.
         requested: dict[tuple[str, int], Request] = {}
         members: dict[tuple[str, int], list[Completion]] = {}
 
@@ -176,6 +178,7 @@ class Searcher:
         for completion in self.engine.generate(
             remembered(), samples_per_prompt=own, sampling=self.sampling, between_steps=between_steps
         ):
+            # The first sample of a rollout is a multiple of samples_per_prompt (PromptStream), so any sample gives it.
             first_sample = completion.sample_index // self.samples_per_prompt * self.samples_per_prompt
             rollout = completion.prompt_id, first_sample
             members.setdefault(rollout, []).append(completion)
@@ -184,6 +187,7 @@ class Searcher:
                 continue
             request, completions = requested.pop(rollout), members.pop(rollout)
             if self.reference_samples is not None:
+                # The policy has samples first to first + own - 1, and the reference those that follow.
                 completions += self.reference_samples(request.prompt, first_sample=first_sample + own)
             completions.sort(key=lambda completion: completion.sample_index)
             self.counts.generated += 1
@@ -203,6 +207,7 @@ class Searcher:
             # Versions that came meanwhile: the pace limit of later rollouts allows for as many.
             versions = self.engine.version - group.completions[0].version
             self.rollout_lag += RECENT * (versions - self.rollout_lag)
+            # The number rises by one with each group sent: the receivers' high-water marks take a lower one for a copy.
             source = f"searcher-{self.index}"
             group_id = str(GroupId(sender=source, incarnation=self.incarnation, number=self.counts.sent))
             self.sender.send(
@@ -245,6 +250,7 @@ class GroupScorer:
                     samples.append((index, group.prompt, completion, components, values))
         log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _, _ in samples])
         for (index, _, completion, components, values), log_ref in zip(samples, log_refs):
+            # None is a component that does not apply; it is NaN in the arrays of the replay.
             rewards = {name: math.nan if value is None else float(value) for name, value in components.items()}
             trajectory = Trajectory(
                 completion=completion,
@@ -301,6 +307,7 @@ def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
     count = config.reference_samples_per_prompt
     if count == 0:
         return None
+    # More slots would stay empty: ReferenceSamples generates one rollout at a time.
     slots = min(count, config.generate.slots or count)
     generate = config.generate.model_copy(update={"slots": slots})
     return make_engine(

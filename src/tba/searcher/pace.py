@@ -112,6 +112,7 @@ class PacedRollouts:
         """None = nothing may start now, but responses are still running."""
         if not self._may_start():
             if self.started > self.generated():
+                # The engine goes on with the responses that run and asks again, so nothing waits here.
                 return None
             wait_until(
                 self._may_start_after_tick,
@@ -137,6 +138,7 @@ class PacedRollouts:
     def _needed(self, rollout: RolloutRequest) -> int:
         if self.max_lag is None:
             return 0
+        # With P = 64, U = 2 and limit 1.3, rollout 200 is at place 8 of batch 3, which is early: it needs version 6 - 2 = 4.
         batch, place = divmod(max(0, rollout.number - self.lost()), self.prompts_per_step)
         # Between two publications there is no newer version to wait for.
         limit = self._limit(min(self.max_lag, max(self.spare_lag - 1, self.most_lag())))
@@ -146,8 +148,10 @@ class PacedRollouts:
     def _limit(self, most: float) -> float:
         waits = self.trainer_waits()
         both = waits and self.started == self.generated()
+        # -1 stands for not waiting: the change from it to a version starts the clock at zero.
         if self._both_wait.look(self.version() if both else -1) > STALL_SECONDS and both:
             return most
+        # `waits` counts as one version.
         return min(most, self.spare_lag + self.rollout_lag() + waits)
 
     def _may_start_after_tick(self) -> bool:

@@ -101,12 +101,14 @@ class WeightLoader:
 
     def check_first(self) -> None:
         """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
+        # The first weights are fetched in this thread, however long it takes: nothing is decoded yet.
         self._give(self._source.fetch())
         self._check_when_there()
 
     def _note_canary(self, version: int) -> None:
         """Keep a version's canary, where it has come."""
         if version not in self._canaries and (found := self._source.canary(version)) is not None:
+            # Canaries before the version loaded last are dropped: no earlier version is compared any more.
             self._canaries = {known: canary for known, canary in self._canaries.items() if known >= self._loaded}
             self._canaries[version] = found
 
@@ -123,6 +125,7 @@ class WeightLoader:
     def _give(self, weights: Weights) -> None:
         self._loaded = weights.version
         self._unchecked += 1
+        # A version that the engine has already, such as the start model as version 0, is not loaded again.
         if weights.version > self._engine.version:
             self._engine.load(weights)
             if self._is_in_use:  # under `drain` it will read them later
@@ -140,6 +143,7 @@ class WeightLoader:
             computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
             self._report(kl_estimate(computed, published))  # first: what is too much is seen too
             self._canary.check(published=published, computed=computed, version=version)
+            # These change only after the check, which raises: a version that failed never counts as checked.
             self._checked, self._unchecked = version, 0
 
 
@@ -180,6 +184,7 @@ class SearcherRole:
         return self.searcher.counts.sent >= self.first_groups
 
     def _tick(self, *, may_evaluate: bool) -> None:
+        # Messages come first: a request to stop must not wait until weights are loaded.
         self.connection.handle_messages()
         show(self.connection.row, self.searcher.engine, self.searcher.counts)
         if may_evaluate or self.loader.sees_newer:
@@ -243,6 +248,7 @@ def run_searcher(
     use_cpu(threads_of(config).searcher)
     own = config.for_searcher(index)  # evaluations and the pace go by the run's own config
     if must_hide(own):  # the device has another name in this process
+        # The other GPUs are hidden before the model is loaded: CUDA reads the variable once, at its first use.
         model = own.model.model_copy(update={"device": see_only(own.model.device)})
         own = own.model_copy(update={"model": model})
     loaded = load_model(own.model)
@@ -272,6 +278,7 @@ def run_searcher(
     # Engine and reference have copies of their own. Not so the base of an adapter, and evaluations need it after resets.
     if own.model.lora is None and not own.reference.reset_every:
         give_back(loaded)
+    # Workers of the rewards end however the search ends; those for evaluations are there only after the first request.
     with ExitStack() as closing:
         closing.callback(searcher.close)
 

@@ -48,6 +48,7 @@ class StepValues:
             [(index, completion.token_ids, self.step_starts(completion.token_ids)) for completion in group.completions]
             for index, group in enumerate(groups)
         ]
+        # Equal prefixes of a group are continued once, such as the empty one that all its responses begin with.
         prefixes = {
             (index, token_ids[:start].tobytes()): token_ids[:start]
             for of_group in starts
@@ -57,6 +58,7 @@ class StepValues:
         value_of = self._values(engine, groups, prefixes)
 
         def values_of(index: int, token_ids: np.ndarray, own: list[int]) -> np.ndarray:
+            # A value stands at the first token of its step, NaN at the others.
             values = np.full(len(token_ids), np.nan, np.float32)
             values[own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
             return values
@@ -65,6 +67,7 @@ class StepValues:
 
     def step_starts(self, token_ids: np.ndarray) -> list[int]:
         """First token of every step: 0, and what follows a line break."""
+        # The last token is left out: no step begins after it.
         ends = [place for place, token in enumerate(token_ids[:-1].tolist()) if self._ends_step(token)]
         return [0, *(place + 1 for place in ends)]
 
@@ -83,6 +86,7 @@ class StepValues:
             # A name of its own for each prefix, and other samples at another rollout: both are part of the key of every
             # random number.
             name = f"{prompt.id}#{blake2b(prefix.tobytes(), digest_size=8).hexdigest()}"
+            # Samples of a rollout are consecutive, so this is its number among the rollouts of its prompt.
             rollout = completions[0].sample_index // max(1, len(completions))
             requests.append(
                 Request(prompt=replace(prompt, id=name), first_sample=rollout * self.continuations, prefix_ids=prefix)
@@ -96,6 +100,7 @@ class StepValues:
         ):
             first_sample = completion.sample_index // self.continuations * self.continuations
             members[completion.prompt_id, first_sample].append(completion)
+        # `members` keeps the order of the requests, which is that of the prefixes; strict would show two names that collide.
         continued = [
             FinishedGroup(prompt=groups[index].prompt, completions=own, texts=texts_of(self.tokenizer, own))
             for (index, _), own in zip(prefixes, members.values(), strict=True)

@@ -103,6 +103,7 @@ def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
     """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
     stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
     is_foreign = folder.config.is_file() and begun_at(folder, owner, resume) is None
+    # The folder is locked while it is changed: no other run of this node may begin in it meanwhile.
     claim = Claim.take(folder.path)
     try:
         if is_foreign:
@@ -138,6 +139,7 @@ class RunCopy:
         """Have the copy become like what is on the node of an actor, in the background; `wait` = until it is."""
         if wait and self._fetching.is_alive():
             self._fetching.join()
+        # One fetch at a time: the contents are compared again at the next look, so nothing is missed.
         if found == self._have or self._fetching.is_alive():
             return
         self._fetching = threading.Thread(target=self._fetch, args=(actor, dict(found)), daemon=True, name="run-copy")
@@ -178,6 +180,7 @@ class RunCopy:
                 # After the checkpoints were written and before they count: no line that they know of is missing.
                 for name in FILES:
                     self._fetch_file(actor, name, self.folder.path / name)
+                # A checkpoint gets its name only when all its files are here and match their checksums.
                 for name, partial in fetched.items():
                     if partial is not None:
                         shutil.rmtree(self.folder.path / name, ignore_errors=True)  # one of the same step, made again
@@ -186,6 +189,7 @@ class RunCopy:
                     for path in self.folder.checkpoints_by_step(prefix).values():
                         if f"checkpoints/{path.name}" not in found:
                             shutil.rmtree(path)
+                # A checkpoint that vanished during the copy is left out, so the next look compares it again.
                 self._have = {name: state for name, state in found.items() if fetched.get(name, name) is not None}
         except ray.exceptions.RayError as error:
             logger.warning("the copy of the run was interrupted: %s", str(error).strip().splitlines()[0])
@@ -214,12 +218,14 @@ class RunCopy:
     def _fetch_file(self, actor: Any, name: str, path: Path) -> str | None:
         """Copy one file in blocks; returns its SHA-256, None where it is not there."""
         digest, offset = hashlib.sha256(), 0
+        # The file is written beside its place and renamed: a fetch that is cut off leaves the earlier copy as it was.
         temporary = path.with_name(f".{path.name}.fetched")
         with temporary.open("wb") as file:
             while block := ray.get(actor.with_folder.remote(read_block, name, offset)):
                 file.write(block)
                 digest.update(block)
                 offset += len(block)
+        # b'' is the end of a file, None a file that is not there.
         if block is None:
             temporary.unlink()
             return None
@@ -236,6 +242,7 @@ def _step(name: str) -> int:
 
 def replica_actor(config: Config, folder: RunFolder, owner: Holder) -> Any:
     """The replica of a run, in an actor on this node, which lives as long as this process."""
+    # soft=False: on the trainer's node the second copy would be lost with the first.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     make: Any = ray.remote(num_cpus=0)(Replica)
     actor = make.options(name=_replica_name(owner), scheduling_strategy=here).remote(
@@ -260,6 +267,7 @@ class RemoteReplica:
     def stored(self) -> set[str]:
         """Ids of the groups that are stored since the last call."""
         calls = list(self._storing)
+        # The timeout is 0: the trainer calls this between its steps and must not wait for another node.
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0.0) if calls else ([], [])
         _results(done)
         return {self._storing.pop(call) for call in done}
@@ -271,6 +279,7 @@ class RemoteReplica:
 
     def return_to(self, marks: Mapping[str, int]) -> None:
         _results(self._actor.return_to.remote(dict(marks)))
+        # Calls of one actor run in order, so every `add` that was under way came before.
         self._storing = {}
 
 

@@ -60,6 +60,7 @@ class RoleHost:
     def __init__(
         self, *, name: str, searcher: int | None, search_path: Sequence[str], copied: Path | None = None
     ) -> None:
+        # The starter's folders come first, so that a module is the one that its starter imports, not another of this node.
         sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         self._name = name
         self._searcher = searcher
@@ -109,6 +110,7 @@ class RoleHost:
     @ray.method(concurrency_group="weights")
     def take_weights(self, offer: Offer, data: list[Any]) -> None:
         """A version for the searcher."""
+        # Ray would fetch a bare argument before the call begins; in a list it is fetched here (weight_relay.Give).
         found = ray.get(data[0])
         self._has_mirror.wait()  # `start` was called before this, but in another thread
         assert self._mirror is not None
@@ -119,6 +121,7 @@ class RoleHost:
     @ray.method(concurrency_group="exchange")
     def exchange(self, counters: bytes, timeout_seconds: float) -> Exchanged:
         """Take in the shared counters and hand out what the role has sent; waits for that, but not longer than the time."""
+        # The role's own part is left out: the role writes it in this memory, and the starter's copy of it is older.
         self._counters.take_others(np.frombuffer(counters, np.float64), self._own)
         frames: list[bytes] = []
         try:
@@ -128,6 +131,7 @@ class RoleHost:
                 self._take(frames, self._frames.get_nowait())
         except queue.Empty:
             pass
+        # The field is read once: `start` may set it meanwhile, in another thread.
         role = self._role
         return Exchanged(
             frames=frames,

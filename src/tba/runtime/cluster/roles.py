@@ -123,6 +123,7 @@ class ClusterRole:
 
     def send_bytes(self, body: bytes) -> None:
         try:
+            # The answer is waited for, because a node that is gone shows in it as an error.
             ray.get(self._actor.deliver.remote(body))
         except ray.exceptions.RayError as error:  # seen by the exchange
             raise BrokenPipeError from error
@@ -130,6 +131,7 @@ class ClusterRole:
     def _exchange(self) -> None:
         """Bring frames and heartbeats."""
         try:
+            # The call returns after EXCHANGE_SECONDS where the role has sent nothing, because it carries heartbeats too.
             found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
@@ -138,6 +140,7 @@ class ClusterRole:
             if self._copy is not None and found.files is not None and self.alive:
                 # One that came to its end may have just saved; one that was killed has not, and the next one is due.
                 self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
+            # An exit status alone is not the end: frames may still be on their way from the process to its host.
             if found.hung_up and found.status is not None:
                 self._end(found.status)
             self._see_calls()
@@ -151,6 +154,7 @@ class ClusterRole:
 
     def _see_calls(self) -> None:
         """Raise the error of a call that has failed."""
+        # The list is copied first: `watch` appends to it from other threads.
         done = [call for call in list(self._calls) if call is not None and ray.wait([call], timeout=0.0)[0]]
         for call in done:
             self._calls.remove(call)
@@ -158,11 +162,13 @@ class ClusterRole:
 
     def _end(self, status: int) -> None:
         """The role has ended, and its actor with it. Its starter sees the end of the link."""
+        # The pool's thread may kill the role while the link's reader sees its end: only the first of them counts.
         with self._end_lock:
             if self._ended.is_set():
                 return
             self.status = status
             self._ended.set()
+        # These run outside of the lock: the relay has a lock of its own, which it may hold while it puts weights.
         ray.kill(self._actor)
         self._when_ended()
 
@@ -246,6 +252,7 @@ class ClusterTrainers:
                     "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
                     "Join the cluster from a node that has no room for the trainer."
                 )
+            # The trainer goes on where its node has the run already or was given it; otherwise it begins.
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(begin(arguments=arguments))
         except ray.exceptions.RayActorError:  # the exchange reports it
@@ -285,6 +292,7 @@ class ClusterSearchers:
         )
         if self._relay is None:
             self._relay = WeightRelay(connection)
+        # The weights are offered at once: the actor starts the searcher's process when the first have arrived.
         self._relay.add(incarnation, actor.take_weights.remote)
         ended = partial(self._relay.remove, incarnation)
         return ClusterRole(

@@ -83,6 +83,7 @@ class WeightRelay:
     def _run(self) -> None:
         while not self._ended.wait(CHECK_SECONDS):
             try:
+                # The lock is held during a put, so `add` and `remove` may wait for a copy of all weights.
                 with self._lock:
                     for source in self._sources:
                         source.look()
@@ -94,6 +95,7 @@ class WeightRelay:
 
     def _give(self, offer: Offer, data: Any) -> None:
         for name, give in self._receivers.items():
+            # A receiver that was given nothing yet gets the newest version, whatever its number.
             number, arrived = self._given.get((name, offer.kind), (-1, None))
             if offer.number > number and (arrived is None or ray.wait([arrived], timeout=0.0)[0]):
                 self._given[name, offer.kind] = (offer.number, give(offer, [data]))
@@ -115,6 +117,7 @@ class _Source:
 
     def look(self) -> None:
         """Put a newer version into the object store. The version before leaves it after the last fetch."""
+        # The number is read before the copy. If the copy is of a newer version, the next look puts that one again.
         number = self._buffers.number
         if number != self._number:
             found: list[Any] = []
@@ -124,6 +127,7 @@ class _Source:
             )
             if header is None:
                 return  # overtaken: the next look sees the newer one
+            # The last offer has gone: the new version is offered when its own canary is there.
             self._number, self._header, self.object, self.offer = number, header, found[0], None
         if self.offer is None and self._header is not None:
             canary = self._buffers.canary(self._header.version)
