@@ -131,6 +131,7 @@ class GroupRelative(Objective):
             assert forward.entropy_N is not None
             top_N = highest(batch, forward.entropy_N.detach(), share=self.top_entropy)
             loss_N = torch.where(top_N, loss_N, torch.zeros_like(loss_N))
+        # After the masks: a response that is left out of the surrogate is still held to the reference.
         if beta > 0.0:
             loss_N = loss_N + beta * k3(batch, forward.log_pi_N)
         return Loss(value=self._average(loss_N, batch), metrics=metrics)
@@ -150,6 +151,7 @@ class GroupRelative(Objective):
         metrics = {"objective/ratio_mean": mean_where(ratio_N, kept_N)}
         if self.surrogate == "cispo":
             metrics["objective/clip_fraction"] = mean_where(ratio_N > self.clip_high, kept_N)
+            # The weight carries no gradient: a token beyond the bound still learns, where PPO's clip leaves it none.
             return -ratio_N.detach().clamp(max=self.clip_high) * advantage_N * log_pi_N, metrics
         if self.surrogate == "sapo":
             slope_N = _by_sign(advantage_N > 0.0, *SAPO_TEMPERATURES, like=ratio_N)

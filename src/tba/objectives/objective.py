@@ -152,6 +152,7 @@ def mean_where(value: Tensor, kept: Tensor) -> Tensor:
 
 
 def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    # Not a product: a value without weight may be NaN, and 0 x NaN is NaN.
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
 
 

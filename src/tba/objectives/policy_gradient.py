@@ -94,6 +94,7 @@ class OnlineDPO(Objective):
         chosen_P1 = batch.reward_PK.masked_fill(~kept_PK, -torch.inf).argmax(dim=1, keepdim=True)
         rejected_P1 = batch.reward_PK.masked_fill(~kept_PK, torch.inf).argmin(dim=1, keepdim=True)
         margin_P = beta * (gap_PK.gather(1, chosen_P1) - gap_PK.gather(1, rejected_P1))[:, 0]
+        # Without any weight both choices fall on response 0, which makes no pair, and the prompt's loss is left out.
         prompts_P = kept_PK.any(dim=1)
         loss_P = torch.where(prompts_P, -logsigmoid(margin_P), torch.zeros_like(margin_P))
         pairs_P = prompts_P & (chosen_P1 != rejected_P1)[:, 0]

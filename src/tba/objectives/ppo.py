@@ -65,10 +65,12 @@ class PPO(Objective):
         assert forward.values_N is not None
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
         values_N = forward.values_N
+        # In the first update on a batch the old values are those of now, and the value clip does nothing.
         old_N = values_N.detach() if batch.old_values_N is None else batch.old_values_N
         advantage_N = generalised_advantages(
             batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
         )
+        # Of advantages that are not whitened: the critic learns returns in reward units.
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
@@ -130,6 +132,7 @@ def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
     chosen_N, response_N = batch.loss_mask_N, batch.response_of_token
     starts_R = batch.offsets[:-1].to(response_N.device)
     before_N = chosen_N.long().cumsum(0) - chosen_N.long()
+    # Chosen tokens before this one, less those before its response begins.
     column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
     T = int(batch.lengths.max())
     return torch.where(chosen_N, response_N * T + column_N, -1), (len(batch.lengths), T)

@@ -116,6 +116,7 @@ class TrajectoryBalance(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N
+        # Detached: log Z is the paper's SG[mean], and no gradient goes through it.
         log_z_PK = _estimates(batch, log_pi_N.detach(), beta=beta)
         log_z_P1 = prompt_mean(log_z_PK, batch.weight_PK)
         share_N = gradient_share(
@@ -175,6 +176,7 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float) -> L
         beta=beta,
         log_z_P1=log_z_P1,
         weight_PK=batch.weight_PK,
+        # Of the whole step, so that the losses of micro-batches add up to the step's.
         num_responses=max(1, batch.totals.responses),
     )
     kept_PK = batch.weight_PK > 0
@@ -272,6 +274,7 @@ class TBAPrime(Objective):
         assert self.normal_length is not None
         log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
         reward_PK = centred(batch.reward_PK, weight_PK)
+        # The KL is part of the reward: it carries no gradient of its own.
         kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)

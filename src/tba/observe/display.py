@@ -90,6 +90,7 @@ class Progress:
         self._closed = threading.Event()
         self._live: Live | None = None
         if self._enabled and sys.stderr.isatty() and not self._console.is_dumb_terminal:
+            # Transient: at the end the table leaves the screen to the summary.
             self._live = Live(
                 get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True
             )
@@ -124,6 +125,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            # The supervisor writes its log lines above a table of this height (AboveTheTable in run/supervise.py).
             self._report_height(0)
 
     def _print_lines(self) -> None:

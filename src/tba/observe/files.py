@@ -59,6 +59,7 @@ class WriteFailures:
         """Go on where writing `path` fails; `what` is its kind, of which the first failure is reported."""
         try:
             yield
+            # Written now, so that an earlier failure of this path has cost nothing.
             self.lost.pop(path, None)
         except (OSError, SafetensorError) as error:
             # What a checkpoint has come to before the disk was full: it would keep the next one from being written.

@@ -93,6 +93,7 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     if not folder.metrics.is_file():
         return []
     found = []
+    # Behind the last line feed there is nothing, or half a line.
     for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record, prefix = json.loads(text), _evaluated_as(config)
@@ -376,6 +377,7 @@ class Recorder:
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sinks.write(step, metrics)
+        # The length that cut_files goes back to.
         self._num_lines += 1
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -396,6 +398,7 @@ class Recorder:
         train, pace = self.config.train, self.pace
         left = []
         if train.max_steps is not None and pace is not None:
+            # The part of the step that goes on which is done already, by the pace of those before.
             in_step = min(pace, self.clock.seconds - self.seconds)
             left.append(max(0.0, pace * max(0, train.max_steps - self.steps) - in_step))
         if train.max_seconds is not None:
@@ -429,6 +432,7 @@ class Recorder:
         self.step_done(self.steps)
         before = max(0, self.steps - 1)
         self._progress_before = self.config.progress_at(before, self._seconds_at.get(before, 0.0))
+        # An evaluation of this very step that will be asked for again is not taken from the file.
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
         after = past_lines(self.config, self.folder)[self._num_lines :]
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]

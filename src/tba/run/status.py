@@ -82,6 +82,7 @@ class StatusWriter:
             if does != doing:
                 since = clock
                 self._since[role.name] = (does, since)
+            # By a clock that is never set, and only then as a time of day.
             roles.append({**vars(role), "since": now - (clock - since)})
         status = {
             "step": int(self._counters.trainer["step"]),
@@ -116,6 +117,7 @@ def searchers_asked(control: Path) -> int | None:
         asked = json.loads(control.read_text())["searchers"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # `type(...) is int`, because true is an integer to isinstance.
     return asked if type(asked) is int and asked >= 1 else None
 
 
@@ -238,6 +240,7 @@ def stop_run(run: Path) -> dict[str, Any]:
         raise ValueError(
             f"{run} belongs to user {owner} and names process {status['pid']} of user {user}: not stopped."
         )
+    # The supervisor passes it to the trainer as SIGINT; a script's own process heeds it itself (supervise.Interrupt).
     os.kill(status["pid"], signal.SIGTERM)
     return status
 

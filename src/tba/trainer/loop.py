@@ -146,6 +146,8 @@ class Trainer:
         self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        # Only now is the step whole: after an error further up, no checkpoint is made of the weights
+        # (weights_are_consistent).
         self.train_step.moved = False
         # Before save_if_due: a checkpoint of a step that is given up would only be dropped again.
         if self.health is not None and self.health.rolls_back:

@@ -273,6 +273,7 @@ def do_runs(plan: Plan, *, retry_before: float, wait_seconds: float) -> None:
     """
     waits_since, num_left = time.monotonic(), -1
     while cells := plan.open_cells(retry_before):
+        # A run has ended, in this process or another one: the wait begins anew.
         if len(cells) != num_left:
             waits_since, num_left = time.monotonic(), len(cells)
         claimed = claim_one(cells)
