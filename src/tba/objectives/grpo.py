@@ -142,6 +142,7 @@ class GroupRelative(Objective):
         advantage_N, kept_N = batch.per_token(advantage_PK), batch.kept_N
         ratio_N = ratios(log_ratio_N)
         if self.ratio == "sequence":
+            # One ratio for all tokens of a response: the geometric mean of theirs.
             ratio_N = batch.per_token(ratios(response_mean(batch, log_ratio_N)))
         if self.surrogate == "clip":
             loss_N = clipped_surrogate(
@@ -218,6 +219,7 @@ def response_mean(batch: Batch, value_N: Tensor) -> Tensor:
 def highest(batch: Batch, value_N: Tensor, *, share: float) -> Tensor:
     """bool [N]: the 1 + floor(share (n - 1)) largest values at the n tokens that count in the whole step, and those equal
     to the last of them. These are the values at or above the (1 - share) quantile, interpolated linearly."""
+    # Of the whole step, all of which is here: with top_entropy below 1 the coupling is `batch`.
     tokens = max(1, batch.totals.tokens)
     count = 1 + math.floor(share * (tokens - 1) * (1.0 + 1e-9))  # .29 x 100 is 28.999999999999996
     kept_N = batch.kept_N

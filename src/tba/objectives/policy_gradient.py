@@ -69,6 +69,7 @@ class ProximalRLOO(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         advantage_PK = leave_one_out(penalised_rewards(batch, beta=beta), batch.weight_PK)
+        # A sum of logs that is clamped once: the product of the tokens' ratios may leave fp32.
         ratio_PK = ratios(batch.sum_per_response(token_log_ratios(batch, forward.log_pi_N)))
         loss_PK = clipped_surrogate(advantage_PK, ratio_PK, low=self.clip, high=self.clip)
         metrics = ratio_metrics(ratio_PK, batch.weight_PK > 0, low=self.clip, high=self.clip)

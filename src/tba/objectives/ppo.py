@@ -90,6 +90,7 @@ def token_rewards(batch: Batch, *, beta: float) -> Tensor:
     """The KL penalty at every chosen token, and the response's reward at its last one -> [N]."""
     reward_N = torch.zeros_like(batch.log_ref_N)
     if beta > 0.0:
+        # Of the policy that generated: the penalty stays the same in every update on the batch.
         reward_N = torch.where(batch.kept_N, -beta * (batch.policy_N - batch.log_ref_N), reward_N)
     return torch.where(_last_chosen(batch), reward_N + batch.per_token(batch.reward_PK), reward_N)
 
@@ -134,6 +135,7 @@ def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
     before_N = chosen_N.long().cumsum(0) - chosen_N.long()
     # Chosen tokens before this one, less those before its response begins.
     column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
+    # Tokens of the longest response: at least as many as any has chosen ones.
     T = int(batch.lengths.max())
     return torch.where(chosen_N, response_N * T + column_N, -1), (len(batch.lengths), T)
 
@@ -186,10 +188,12 @@ class VinePPO(Objective):
 def step_advantages(batch: Batch) -> Tensor:
     """[N]: the advantage of each token's step."""
     assert batch.step_values_N is not None
+    # A value stands at the first token of each reasoning step, and NaN at all others.
     begins_N = torch.isfinite(batch.step_values_N)
     step_N = begins_N.long().cumsum(0) - 1
     value_S = batch.step_values_N[begins_N]
     response_S = batch.response_of_token[begins_N]
+    # Behind a response's last step stands a value of the next response: goes_on_S puts the reward in its place.
     next_S = torch.cat([value_S[1:], value_S.new_zeros(1)])
     goes_on_S = torch.cat([response_S[1:] == response_S[:-1], response_S.new_zeros(1, dtype=torch.bool)])
     return (torch.where(goes_on_S, next_S, batch.reward_PK.flatten()[response_S]) - value_S)[step_N]

@@ -225,6 +225,7 @@ def gradient_share(
         return (~_beyond(drift_N, push_up_N, max_drift)).to(drift_N.dtype)
     drift_PK = batch.sum_per_response(drift_N)
     if rule == "taper":
+        # TOPR's weight of a push down: the ratio of the whole response, at most 1.
         return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
     limit_PK = _drift_limit(batch, max_drift=max_drift)
     return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
@@ -234,6 +235,7 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
     """[P, K] nats. Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts."""
     known_N = torch.isfinite(batch.policy_N)
     known_PK = batch.sum_per_response(known_N.to(batch.policy_N.dtype)) > 0
+    # 0 for a response of unknown log-probs, which has no weight in the mean below.
     surprise_PK = batch.sum_per_response(torch.where(known_N, -batch.policy_N, 0.0))
     entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
     tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))

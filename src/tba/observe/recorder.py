@@ -137,6 +137,7 @@ class TrainingClock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stand still while this lasts; one that was not started stays as it is."""
+        # The right side comes first: `seconds` still counts the time since the start.
         ran, self._before, self._since = self._since is not None, self.seconds, None
         try:
             yield
@@ -162,6 +163,7 @@ class SampleLog:
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self.reward(trajectory) for trajectory in group.trajectories]
+        # A set, since with equal rewards the best and the worst are one response.
         chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
         record = {
             "step": step,
@@ -272,6 +274,7 @@ class Recorder:
 
     def _read_clock(self, step: int) -> None:
         self.seconds = self._seconds_at[step] = self.clock.seconds
+        # One time leaves with each that comes: the table is part of every checkpoint.
         self._seconds_at.pop(step - KEPT_TIMES, None)
 
     @property
@@ -363,6 +366,7 @@ class Recorder:
         self._progress.stopping = True
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        # First the line in the file: a listener may raise.
         self._add_evaluation(step, metrics)
         self._listener.evaluated(step, metrics)
         self._progress.evaluation(step, metrics)
@@ -470,6 +474,7 @@ class Recorder:
             "final": dict(last.values),
             "final_step": self.evaluations[-1][0] if self.evaluations else None,
             "lag": {
+                # Empty steps have no lag and have added nothing to the sum.
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
             },

@@ -43,7 +43,7 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
         config = _with_stored(config, stored)
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
     if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
-        # A larger number is allowed, and so is no difference.
+        # A larger number is allowed: it is taken out of the comparison.
         asked["train.max_steps"] = before["train.max_steps"]
     differing = [
         f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"

@@ -132,7 +132,7 @@ def _load_and_train(
     use_cpu(threads_of(config).trainer)  # once more: now the number of searchers is known
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
-    # What may refuse this run comes before: an earlier one is replaced only by a run that can begin.
+    # Only once model, data, memory plan and imports are accepted: an earlier run is replaced or moved aside here.
     if not resume:
         folder.clear(overwrite=config.overwrite, keep_earlier=keep_earlier)
     listener.tokenizer = inputs.loaded.tokenizer

@@ -65,6 +65,7 @@ class StatusWriter:
         """Say how the run has ended; its process may go on with something else."""
         if not self.begun:
             return
+        # A trainer that was killed has written no summary.
         if self.exit_status and read_summary(self._folder) is None:
             message = (
                 f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."

@@ -118,7 +118,7 @@ class Supervisor:
             if self._trainer.wait(CHECK_SECONDS):
                 status = self._trainer.status
                 assert status is not None
-                # A negative status is the signal that killed it. A trainer that ends by itself is not started again.
+                # A negative status is the signal that killed it. One that ends by itself begins again only with TRY_AGAIN.
                 if (status >= 0 and status != TRY_AGAIN) or self.requests:
                     # 128 + the signal, as shells report it.
                     return status if status >= 0 else 128 - status
