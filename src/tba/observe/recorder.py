@@ -402,7 +402,7 @@ class Recorder:
         train, pace = self.config.train, self.pace
         left = []
         if train.max_steps is not None and pace is not None:
-            # The part of the step that goes on which is done already, by the pace of those before.
+            # Time that the step in progress has used, at most that of a usual one.
             in_step = min(pace, self.clock.seconds - self.seconds)
             left.append(max(0.0, pace * max(0, train.max_steps - self.steps) - in_step))
         if train.max_seconds is not None:
