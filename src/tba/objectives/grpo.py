@@ -131,6 +131,7 @@ class GroupRelative(Objective):
             assert forward.entropy_N is not None
             top_N = highest(batch, forward.entropy_N.detach(), share=self.top_entropy)
             loss_N = torch.where(top_N, loss_N, torch.zeros_like(loss_N))
+        # After the masks: a response that is left out of the surrogate is still held to the reference.
         if beta > 0.0:
             loss_N = loss_N + beta * k3(batch, forward.log_pi_N)
         return Loss(value=self._average(loss_N, batch), metrics=metrics)
@@ -141,6 +142,7 @@ class GroupRelative(Objective):
         advantage_N, kept_N = batch.per_token(advantage_PK), batch.kept_N
         ratio_N = ratios(log_ratio_N)
         if self.ratio == "sequence":
+            # One ratio for all tokens of a response: the geometric mean of theirs.
             ratio_N = batch.per_token(ratios(response_mean(batch, log_ratio_N)))
         if self.surrogate == "clip":
             loss_N = clipped_surrogate(
@@ -150,6 +152,7 @@ class GroupRelative(Objective):
         metrics = {"objective/ratio_mean": mean_where(ratio_N, kept_N)}
         if self.surrogate == "cispo":
             metrics["objective/clip_fraction"] = mean_where(ratio_N > self.clip_high, kept_N)
+            # The weight carries no gradient: a token beyond the bound still learns, where PPO's clip leaves it none.
             return -ratio_N.detach().clamp(max=self.clip_high) * advantage_N * log_pi_N, metrics
         if self.surrogate == "sapo":
             slope_N = _by_sign(advantage_N > 0.0, *SAPO_TEMPERATURES, like=ratio_N)
@@ -216,6 +219,7 @@ def response_mean(batch: Batch, value_N: Tensor) -> Tensor:
 def highest(batch: Batch, value_N: Tensor, *, share: float) -> Tensor:
     """bool [N]: the 1 + floor(share (n - 1)) largest values at the n tokens that count in the whole step, and those equal
     to the last of them. These are the values at or above the (1 - share) quantile, interpolated linearly."""
+    # Of the whole step, all of which is here: with top_entropy below 1 the coupling is `batch`.
     tokens = max(1, batch.totals.tokens)
     count = 1 + math.floor(share * (tokens - 1) * (1.0 + 1e-9))  # .29 x 100 is 28.999999999999996
     kept_N = batch.kept_N

@@ -136,6 +136,7 @@ def prompt_std(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
 
 def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
     """R_ij = r_ij - beta sum_t (log pi_old - log ref): the KL penalty in the reward, by the policy that generated."""
+    # Nothing is subtracted: log-probs of the policy may be unknown (NaN), and 0 x NaN is NaN.
     if beta == 0.0:
         return batch.reward_PK
     return batch.reward_PK - beta * batch.sum_per_response(batch.policy_N - batch.log_ref_N)
@@ -152,6 +153,7 @@ def mean_where(value: Tensor, kept: Tensor) -> Tensor:
 
 
 def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    # Not a product: a value without weight may be NaN, and 0 x NaN is NaN.
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
 
 

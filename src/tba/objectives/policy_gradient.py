@@ -69,6 +69,7 @@ class ProximalRLOO(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         advantage_PK = leave_one_out(penalised_rewards(batch, beta=beta), batch.weight_PK)
+        # A sum of logs that is clamped once: the product of the tokens' ratios may leave fp32.
         ratio_PK = ratios(batch.sum_per_response(token_log_ratios(batch, forward.log_pi_N)))
         loss_PK = clipped_surrogate(advantage_PK, ratio_PK, low=self.clip, high=self.clip)
         metrics = ratio_metrics(ratio_PK, batch.weight_PK > 0, low=self.clip, high=self.clip)
@@ -94,6 +95,7 @@ class OnlineDPO(Objective):
         chosen_P1 = batch.reward_PK.masked_fill(~kept_PK, -torch.inf).argmax(dim=1, keepdim=True)
         rejected_P1 = batch.reward_PK.masked_fill(~kept_PK, torch.inf).argmin(dim=1, keepdim=True)
         margin_P = beta * (gap_PK.gather(1, chosen_P1) - gap_PK.gather(1, rejected_P1))[:, 0]
+        # Without any weight both choices fall on response 0, which makes no pair, and the prompt's loss is left out.
         prompts_P = kept_PK.any(dim=1)
         loss_P = torch.where(prompts_P, -logsigmoid(margin_P), torch.zeros_like(margin_P))
         pairs_P = prompts_P & (chosen_P1 != rejected_P1)[:, 0]

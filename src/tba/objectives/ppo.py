@@ -65,10 +65,12 @@ class PPO(Objective):
         assert forward.values_N is not None
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
         values_N = forward.values_N
+        # In the first update on a batch the old values are those of now, and the value clip does nothing.
         old_N = values_N.detach() if batch.old_values_N is None else batch.old_values_N
         advantage_N = generalised_advantages(
             batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
         )
+        # Of advantages that are not whitened: the critic learns returns in reward units.
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
@@ -88,6 +90,7 @@ def token_rewards(batch: Batch, *, beta: float) -> Tensor:
     """The KL penalty at every chosen token, and the response's reward at its last one -> [N]."""
     reward_N = torch.zeros_like(batch.log_ref_N)
     if beta > 0.0:
+        # Of the policy that generated: the penalty stays the same in every update on the batch.
         reward_N = torch.where(batch.kept_N, -beta * (batch.policy_N - batch.log_ref_N), reward_N)
     return torch.where(_last_chosen(batch), reward_N + batch.per_token(batch.reward_PK), reward_N)
 
@@ -130,7 +133,9 @@ def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
     chosen_N, response_N = batch.loss_mask_N, batch.response_of_token
     starts_R = batch.offsets[:-1].to(response_N.device)
     before_N = chosen_N.long().cumsum(0) - chosen_N.long()
+    # Chosen tokens before this one, less those before its response begins.
     column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
+    # Tokens of the longest response: at least as many as any has chosen ones.
     T = int(batch.lengths.max())
     return torch.where(chosen_N, response_N * T + column_N, -1), (len(batch.lengths), T)
 
@@ -183,10 +188,12 @@ class VinePPO(Objective):
 def step_advantages(batch: Batch) -> Tensor:
     """[N]: the advantage of each token's step."""
     assert batch.step_values_N is not None
+    # A value stands at the first token of each reasoning step, and NaN at all others.
     begins_N = torch.isfinite(batch.step_values_N)
     step_N = begins_N.long().cumsum(0) - 1
     value_S = batch.step_values_N[begins_N]
     response_S = batch.response_of_token[begins_N]
+    # Behind a response's last step stands a value of the next response: goes_on_S puts the reward in its place.
     next_S = torch.cat([value_S[1:], value_S.new_zeros(1)])
     goes_on_S = torch.cat([response_S[1:] == response_S[:-1], response_S.new_zeros(1, dtype=torch.bool)])
     return (torch.where(goes_on_S, next_S, batch.reward_PK.flatten()[response_S]) - value_S)[step_N]

@@ -46,6 +46,7 @@ def make_objective(config: Config) -> Objective:
     reset_every = config.reference.reset_every
     if reset_every is None:
         reset_every = reset_every_where_unset(config, objective)
+    # All contradictions at once, so that a config is corrected in one go.
     problems = list(refusals(config, objective.needs, default_beta=default_beta, reset_every=reset_every))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -54,6 +55,7 @@ def make_objective(config: Config) -> Objective:
 
 def reset_every_where_unset(config: Config, objective: Objective) -> int:
     """Value of reference.reset_every where it is not set: the objective's, and 0 where there is no reference to reset."""
+    # With an adapter the reference is the base model without it, and stays.
     beta = config.objective.beta
     return (
         0

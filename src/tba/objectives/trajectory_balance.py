@@ -116,6 +116,7 @@ class TrajectoryBalance(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N
+        # Detached: log Z is the paper's SG[mean], and no gradient goes through it.
         log_z_PK = _estimates(batch, log_pi_N.detach(), beta=beta)
         log_z_P1 = prompt_mean(log_z_PK, batch.weight_PK)
         share_N = gradient_share(
@@ -175,6 +176,7 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float) -> L
         beta=beta,
         log_z_P1=log_z_P1,
         weight_PK=batch.weight_PK,
+        # Of the whole step, so that the losses of micro-batches add up to the step's.
         num_responses=max(1, batch.totals.responses),
     )
     kept_PK = batch.weight_PK > 0
@@ -223,6 +225,7 @@ def gradient_share(
         return (~_beyond(drift_N, push_up_N, max_drift)).to(drift_N.dtype)
     drift_PK = batch.sum_per_response(drift_N)
     if rule == "taper":
+        # TOPR's weight of a push down: the ratio of the whole response, at most 1.
         return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
     limit_PK = _drift_limit(batch, max_drift=max_drift)
     return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
@@ -232,6 +235,7 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
     """[P, K] nats. Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts."""
     known_N = torch.isfinite(batch.policy_N)
     known_PK = batch.sum_per_response(known_N.to(batch.policy_N.dtype)) > 0
+    # 0 for a response of unknown log-probs, which has no weight in the mean below.
     surprise_PK = batch.sum_per_response(torch.where(known_N, -batch.policy_N, 0.0))
     entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
     tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))
@@ -272,6 +276,7 @@ class TBAPrime(Objective):
         assert self.normal_length is not None
         log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
         reward_PK = centred(batch.reward_PK, weight_PK)
+        # The KL is part of the reward: it carries no gradient of its own.
         kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)

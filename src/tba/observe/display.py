@@ -90,6 +90,7 @@ class Progress:
         self._closed = threading.Event()
         self._live: Live | None = None
         if self._enabled and sys.stderr.isatty() and not self._console.is_dumb_terminal:
+            # Transient: at the end the table leaves the screen to the summary.
             self._live = Live(
                 get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True
             )
@@ -124,6 +125,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            # The supervisor writes its log lines above a table of this height (AboveTheTable in run/supervise.py).
             self._report_height(0)
 
     def _print_lines(self) -> None:
@@ -147,6 +149,7 @@ class Progress:
         """Metrics of the last step; none before the first."""
         if not self._metrics:
             return []
+        # Taken once, since the trainer's thread may put the next step's metrics in their place.
         value = self._metrics.get
         found = [
             ("reward", f"{value('reward', math.nan):.3f}"),
@@ -155,6 +158,7 @@ class Progress:
             ("lag", f"{value('off_policy/lag_mean', math.nan):.1f} steps (max {value('off_policy/lag_max', 0):.0f})"),
             ("trained", f"{value('perf/responses_per_second', 0):.3g} responses/s"),
         ]
+        # A step may lack a metric, as one in which no response has weight.
         found = [(name, figure) for name, figure in found if "nan" not in figure]
         return found if self.no_signal is None else [("warning", f"so far {self.no_signal}"), *found]
 
@@ -274,8 +278,10 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         )
     elif config.mode == "async" and (spare_time := waiting_advice(summary)) is not None:
         say(spare_time)
+    # A function of a script has no file that a command could name.
     by_command = all(isinstance(reward.function, str) for reward in config.task.rewards)
     say(weights_line(summary, folder, by_command=by_command), whole=True)
+    # Two points say no more than the table above.
     if len(curve.points) > 2:
         with suppress(OSError):  # a full disk must not hide the figures, which are also in summary.json
             save_plot(curve, folder / PLOT, title=f"{folder.name}: {curve.name}")
@@ -304,6 +310,7 @@ def weights_line(summary: Mapping[str, Any], folder: Path, *, by_command: bool) 
     the rewards are in files, so that a command can evaluate them."""
     best = (summary["best"] or {"step": summary["steps"]})["step"]
     names = {f"best-step-{best}": "best", f"step-{best}": "best", f"step-{summary['steps']}": "last"}
+    # In this order: the best under their own name, the best as a regular checkpoint, the last.
     found = next((name for name in names if (folder / "checkpoints" / name).is_dir()), None)
     if found is None:
         return "no weights were kept (train.keep_checkpoints)."

@@ -59,6 +59,7 @@ class WriteFailures:
         """Go on where writing `path` fails; `what` is its kind, of which the first failure is reported."""
         try:
             yield
+            # Written now, so that an earlier failure of this path has cost nothing.
             self.lost.pop(path, None)
         except (OSError, SafetensorError) as error:
             # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
@@ -101,6 +102,7 @@ def report_failure(folder: RunFolder, error: BaseException) -> None:
     """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
     was written: a run whose last files are lost is not finished."""
     summary = read_summary(folder) or {}
+    # A summary that has an error or a collapse already was written by the run itself, and says more.
     if summary.get("outcome", "finished") == "finished":
         try:
             write_json(folder.summary, {**summary, "outcome": "failed", "error": one_line(error)})

@@ -93,6 +93,7 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     if not folder.metrics.is_file():
         return []
     found = []
+    # Behind the last line feed there is nothing, or half a line.
     for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record, prefix = json.loads(text), _evaluated_as(config)
@@ -136,6 +137,7 @@ class TrainingClock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stand still while this lasts; one that was not started stays as it is."""
+        # The right side comes first: `seconds` still counts the time since the start.
         ran, self._before, self._since = self._since is not None, self.seconds, None
         try:
             yield
@@ -161,6 +163,7 @@ class SampleLog:
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self.reward(trajectory) for trajectory in group.trajectories]
+        # A set, since with equal rewards the best and the worst are one response.
         chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
         record = {
             "step": step,
@@ -271,6 +274,7 @@ class Recorder:
 
     def _read_clock(self, step: int) -> None:
         self.seconds = self._seconds_at[step] = self.clock.seconds
+        # One time leaves with each that comes: the table is part of every checkpoint.
         self._seconds_at.pop(step - KEPT_TIMES, None)
 
     @property
@@ -362,6 +366,7 @@ class Recorder:
         self._progress.stopping = True
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        # First the line in the file: a listener may raise.
         self._add_evaluation(step, metrics)
         self._listener.evaluated(step, metrics)
         self._progress.evaluation(step, metrics)
@@ -376,6 +381,7 @@ class Recorder:
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sinks.write(step, metrics)
+        # The length that cut_files goes back to.
         self._num_lines += 1
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -396,6 +402,7 @@ class Recorder:
         train, pace = self.config.train, self.pace
         left = []
         if train.max_steps is not None and pace is not None:
+            # Time that the step in progress has used, at most that of a usual one.
             in_step = min(pace, self.clock.seconds - self.seconds)
             left.append(max(0.0, pace * max(0, train.max_steps - self.steps) - in_step))
         if train.max_seconds is not None:
@@ -429,6 +436,7 @@ class Recorder:
         self.step_done(self.steps)
         before = max(0, self.steps - 1)
         self._progress_before = self.config.progress_at(before, self._seconds_at.get(before, 0.0))
+        # An evaluation of this very step that will be asked for again is not taken from the file.
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
         after = past_lines(self.config, self.folder)[self._num_lines :]
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
@@ -466,6 +474,7 @@ class Recorder:
             "final": dict(last.values),
             "final_step": self.evaluations[-1][0] if self.evaluations else None,
             "lag": {
+                # Empty steps have no lag and have added nothing to the sum.
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
             },

@@ -188,6 +188,7 @@ class RunFolder:
                 record = json.loads(line)
             except ValueError:  # cut off at either end
                 continue
+            # Lines of evaluations have no loss.
             if "loss" in record:
                 return dict(record)
         return {"step": 0}
@@ -257,6 +258,7 @@ class Claim:
             except BlockingIOError:
                 os.close(descriptor)
                 found = holder_of(folder)
+                # The lock is that of this trainer's own supervisor, which has given it its Holder.
                 if found is not None and found == holder:
                     return cls(path, None)
                 raise _in_use(folder, found) from None

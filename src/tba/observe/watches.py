@@ -218,6 +218,7 @@ class RewardSignal:
         # Of single responses only those to different prompts can be compared.
         self.differs = any(reward != own for reward in known) or (len(known) == 1 and self.lowest < self.highest)
         if self.differs:
+            # Nothing is compared any more, and both are part of every checkpoint.
             self._by_prompt, self.samples = {}, []
             return
         if len(self.samples) < SAMPLES:

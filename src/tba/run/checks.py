@@ -69,6 +69,7 @@ def _check_not_moved(config: Config) -> None:
 def check_devices(config: Config) -> None:
     """Refuse devices that are not there, by the name of the setting, before a model loads, and name those that are not
     used."""
+    # Here, because the other checks of this module run before torch is imported.
     import torch
 
     devices = config.search.devices
@@ -235,6 +236,7 @@ def run_of(target: str) -> RunFolder | None:
     checkpoints, may be a link."""
     if RunFolder(Path(target)).config.is_file():
         return RunFolder(Path(target))
+    # First as it is written, then with all links followed.
     for path in (Path(os.path.abspath(target)), Path(target).resolve()):
         above = RunFolder(path.parent.parent)
         if path.is_dir() and path.parent == above.checkpoints and above.config.is_file():

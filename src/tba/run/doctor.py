@@ -123,6 +123,7 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
         config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
     check_generates(path, config)
     with _quiet() as heard:
+        # Tensors of the meta device have shapes and no memory: a model of any size is built at once.
         with torch.device("meta"), friendly_errors(path, "cannot be built"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         try:
@@ -206,6 +207,7 @@ def _model_memory(count: int, spec: DecoderSpec | None) -> Iterator[tuple[str, s
     if spec is None:
         yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
         return
+    # Keys and values, of 2 bytes a number.
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
     example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
     yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"

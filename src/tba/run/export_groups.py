@@ -79,6 +79,7 @@ class GroupFilter:
         query = f"SELECT arrival FROM groups WHERE {' AND '.join(wanted) or 'TRUE'} ORDER BY arrival DESC LIMIT ?"
         with reading(path) as database:
             found = database.execute(query, (*wanted.values(), LARGEST if self.limit is None else self.limit))
+            # Newest first for the limit, oldest first for the reader.
             return [arrival for (arrival,) in found][::-1]
 
 

@@ -373,5 +373,6 @@ def tokens_for(config: Config, model: ModelShape, machine: Machine, *, keys_and_
             memory,
         )
     if kind == "cpu":
+        # 6 operations a weight and token: 2 forward and 4 backward.
         fit = min(fit, int(MICRO_BATCH_FLOP / (6 * model.num_parameters)))
     return max(least, min(MOST_TOKENS[kind], fit))

@@ -157,6 +157,7 @@ class Run:
                 listener.step_begins(trainer.step_index)
                 try:
                     self.step()
+                # The run was asked to end, or its time was over, while the trainer waited: no batch was begun.
                 except Interrupted:
                     break
                 self.row["step"], self.row["made"] = trainer.step_index, self.row["made"] + 1
@@ -270,6 +271,7 @@ class AsyncRun(Run):
             runtime.publish(learner.train_step.weights(trainer.step_index))
             stored = None if trainer.durable is None else trainer.durable.marks
             runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)
+            # Everything is made: from here on the run's own `close` ends it.
             undo.pop_all()
         return run
 
@@ -295,6 +297,7 @@ class AsyncRun(Run):
                 trainer.end()
             elif not trainer.done:
                 self.runtime.publish(trainer.train_step.weights(trainer.step_index))
+            # A run whose time was over in a wait may have asked for this version already.
             if self.asked_for != trainer.step_index:
                 self.evaluate()
         if self.has_evaluation_prompts and not was_asked:
@@ -353,6 +356,7 @@ class SyncRun(Run):
         """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
         to resume from, if there is one."""
         loaded, task = inputs.loaded, inputs.task
+        # Before `adapt`: engine and reference take the model as it is without an adapter.
         engine = make_search_engine(config, loaded)
         reference_engine = make_reference_engine(config, loaded)
         lags = config.mode == "fixed_lag"
@@ -418,6 +422,7 @@ class SyncRun(Run):
     def evaluate(self) -> None:
         if not self.evaluator.prompts:
             return
+        # The searcher's engine lags behind, and evaluations are of the newest weights.
         if self.evaluation_engine is not self.searcher.engine:
             policy = self.trainer.train_step.policy
             self.evaluation_engine.load(make_weights(policy.model, version=self.trainer.step_index))
@@ -429,6 +434,7 @@ class SyncRun(Run):
         self.trainer.evaluated(self.trainer.step_index, metrics)
 
     def end(self) -> None:
+        # Ctrl-C: the run ends without another evaluation.
         if not self.trainer.done and not self.listener.stop:
             return
         self.recorder.write_summary()  # the run is finished, whatever becomes of its last evaluation

@@ -58,10 +58,12 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
         )
     found = Torchrun.found()
     with _torchrun_ranks(config, found) if found is not None else _own_ranks(config, logs) as ranks:
+        # The config as it is resolved here: every rank must make the same model and optimizer (`serve`).
         ranks.tell("begin", config=config.model_dump_json())
         try:
             yield ranks
         finally:
+            # With a rank lost no command arrives: own ranks are killed, those of torchrun find the connection broken.
             if not ranks.lost:
                 with suppress(RankLost):
                     ranks.tell("end")
@@ -89,10 +91,12 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
             store = dist.FileStore(file, size)
             device = torch.device(_device(config, 0))
             with ExitStack() as stack:
+                # For the joining alone, in which gloo chooses its device.
                 with _on_loopback():
                     found = connected(store, rank=0, size=size, device=device, wait_seconds=seconds)
                     ranks = stack.enter_context(found)
                 yield ranks
+                # `ranks_of` has sent them their last command: this waits until they are gone.
                 stop_all(processes, None, timeout_seconds=STOP_SECONDS)
         except RankLost as error:
             raise RankLost(f"{error}{_ended(processes)}") from error
@@ -173,6 +177,7 @@ def _meeting(
     config: Config, started: Torchrun, store: dist.Store, number: int
 ) -> AbstractContextManager[ConnectedRanks]:
     """The ranks of the trainer that has begun as the one with this number."""
+    # Keys of its own for each trainer: a new one must not meet what a dead one has left in the store.
     return connected(
         dist.PrefixStore(f"tba/{number}", store),
         rank=started.rank,
@@ -196,6 +201,7 @@ def join_torchrun(started: Torchrun, config: Config) -> int:
     store, joined = started.store(), 0
     with Interrupt() as interrupt:
         while not interrupt.asked:
+            # To add 0 is to read the number, which each new trainer raises by one (_torchrun_ranks).
             number = store.add(INCARNATION, 0)
             if number <= joined:
                 time.sleep(POLL_SECONDS)

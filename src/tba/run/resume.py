@@ -43,6 +43,7 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
         config = _with_stored(config, stored)
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
     if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
+        # A larger number is allowed: it is taken out of the comparison.
         asked["train.max_steps"] = before["train.max_steps"]
     differing = [
         f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"
@@ -103,6 +104,7 @@ def check_replay(config: Config, folder: RunFolder, checkpoint: Path | None, *, 
     if config.replay.durability == "off":
         return
     step, last_row = (0, 0) if checkpoint is None else (_step_of(checkpoint), last_row_of(checkpoint) or 0)
+    # The same rule as Trainer.resume: groups after the checkpoint are then removed, and cannot be missed.
     gives_up = config.is_synchronous or any(later > step for later, _ in folder.resumable())
     if config.replay.durability == "node":
         last_row = 0  # a trainer on another disk gets its groups from the replica

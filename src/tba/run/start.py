@@ -116,6 +116,7 @@ def _load_and_train(
         start_mps(config)  # before anything touches the GPU
     else:
         lower_mps_priority(config)  # this process is the trainer's alone
+    # Early, so that the roles' imports run beside the loading of the model.
     if host is None and not config.is_synchronous:
         prepare_roles()
     check_devices(config)
@@ -131,6 +132,7 @@ def _load_and_train(
     use_cpu(threads_of(config).trainer)  # once more: now the number of searchers is known
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
+    # Only once model, data, memory plan and imports are accepted: an earlier run is replaced or moved aside here.
     if not resume:
         folder.clear(overwrite=config.overwrite, keep_earlier=keep_earlier)
     listener.tokenizer = inputs.loaded.tokenizer
@@ -163,6 +165,7 @@ def _load_and_train(
 
 def _describe(config: Config, folder: RunFolder, inputs: RunInputs) -> None:
     """Write down what the run is. Here it begins: a config in its folder says that it has."""
+    # Or a run that goes on would look finished.
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
     with WriteFailures().tolerated("copies of the rewards' files in", folder.sources):
@@ -178,12 +181,14 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
     """Run to the end, also where that is an error; returns what summary.json holds."""
     config, folder = run.config, run.recorder.folder
     try:
+        # Not counted as generated, which the replay ratio is measured by, and of no rollout of the prompt queue.
         for group in imported:
             run.trainer.add(group)
         try:
             run.run()
         except BaseException as error:
             if isinstance(error, WaitedTooLong) and isinstance(run, AsyncRun):
+                # While the searchers still live: their stacks show where they stand still.
                 run.runtime.pool.show_stacks()
             save_and_report(run, error)
             raise
@@ -205,6 +210,7 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
+    # Last: the results are written and shown, and the exit status still says that files are missing.
     run.recorder.failures.raise_lost()
     return summary
 

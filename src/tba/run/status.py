@@ -65,6 +65,7 @@ class StatusWriter:
         """Say how the run has ended; its process may go on with something else."""
         if not self.begun:
             return
+        # A trainer that was killed has written no summary.
         if self.exit_status and read_summary(self._folder) is None:
             message = (
                 f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
@@ -82,6 +83,7 @@ class StatusWriter:
             if does != doing:
                 since = clock
                 self._since[role.name] = (does, since)
+            # By a clock that is never set, and only then as a time of day.
             roles.append({**vars(role), "since": now - (clock - since)})
         status = {
             "step": int(self._counters.trainer["step"]),
@@ -116,6 +118,7 @@ def searchers_asked(control: Path) -> int | None:
         asked = json.loads(control.read_text())["searchers"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # `type(...) is int`, because true is an integer to isinstance.
     return asked if type(asked) is int and asked >= 1 else None
 
 
@@ -238,6 +241,7 @@ def stop_run(run: Path) -> dict[str, Any]:
         raise ValueError(
             f"{run} belongs to user {owner} and names process {status['pid']} of user {user}: not stopped."
         )
+    # The supervisor passes it to the trainer as SIGINT; a script's own process heeds it itself (supervise.Interrupt).
     os.kill(status["pid"], signal.SIGTERM)
     return status
 

@@ -118,7 +118,9 @@ class Supervisor:
             if self._trainer.wait(CHECK_SECONDS):
                 status = self._trainer.status
                 assert status is not None
+                # A negative status is the signal that killed it. One that ends by itself begins again only with TRY_AGAIN.
                 if (status >= 0 and status != TRY_AGAIN) or self.requests:
+                    # 128 + the signal, as shells report it.
                     return status if status >= 0 else 128 - status
                 if not self._may_restart(status):
                     return 128 - status if status < 0 else 2
@@ -163,6 +165,7 @@ class Supervisor:
 
     def _kill_where_it_hangs(self) -> None:
         row = self._counters.trainer
+        # Without searchers the trainer loads or closes, and has no heartbeat to be judged by.
         if not row["searchers"] or self._hangs:
             self._idleness = Idleness()
             return
@@ -247,6 +250,7 @@ def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_r
             came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
             return {
                 "config": config,
+                # True = from the newest checkpoint, a path = from that one.
                 "resume": came_back or resume or begun,
                 "accept_lost_replay": accept_lost_replay and not status.begun,  # of what was lost before
                 "host": Host(counters=counters.memory.handle, owner=owner, cluster=cluster),
@@ -277,6 +281,7 @@ class AboveTheTable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text, below = self._own.format(record), int(self._counters.trainer["table_lines"]) - 1
+        # \r\x1b[2K clears a line and \x1b[1A goes one up; the line feeds make room for the table again.
         return text if below < 0 else "\r\x1b[2K" + "\x1b[1A\x1b[2K" * below + text + "\n" * below
 
 
@@ -321,6 +326,7 @@ def hosted(folder: RunFolder) -> Iterator[Host]:
         except Exception:
             logger.exception("the status of the run is not written any more")
 
+    # A daemon, so that it never keeps a script alive whose main thread has died.
     thread = threading.Thread(target=run, daemon=True, name="status")
     thread.start()
     try:
@@ -330,6 +336,7 @@ def hosted(folder: RunFolder) -> Iterator[Host]:
         raise
     finally:
         ended.set()
+        # Before the last status, which this thread could overwrite with an older one.
         thread.join()
         status.close()
         counters.memory.close()
@@ -370,6 +377,7 @@ def _signals(supervisor: Supervisor) -> Iterator[None]:
 
     def suspend(number: int, frame: Any) -> None:
         supervisor.signal_roles(signal.SIGSTOP)
+        # Not SIGTSTP, which this handler has taken.
         os.kill(os.getpid(), signal.SIGSTOP)
         supervisor.signal_roles(signal.SIGCONT)  # here this process goes on
 

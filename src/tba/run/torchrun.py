@@ -30,6 +30,7 @@ class Torchrun:
     @classmethod
     def found(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
         """None = torchrun has not started this process."""
+        # A single process under torchrun is a run like any other: it has no other ranks.
         if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE", "1") == "1":
             return None
         numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}

@@ -36,6 +36,7 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
     """Weighted sum of the components (not-applicable ones left out), then the truncation rule."""
     components = [value_PK.numpy() for value_PK in batch.rewards.values()]
     reward_PK = torch.from_numpy(total_reward(components, [reward_weights[name] for name in batch.rewards]))
+    # A prompt with fewer than K responses has places without one, where sampled_PK is false.
     weight_PK = batch.sampled_PK.to(reward_PK.dtype)
     if config.cut_off_reward is not None:
         reward_PK = torch.where(batch.truncated_PK, config.cut_off_reward, reward_PK)
@@ -115,7 +116,9 @@ def _evenly(
     full = split(budget.max_tokens)
     if len(full) < 2:
         return full
+    # Each item beside its neighbour, as in one large micro-batch: a prompt that they share counts once.
     total = sum(cost(items[max(0, place - 1) : place], item) for place, item in enumerate(items))
+    # The smallest size that needs no more micro-batches than full ones do is the most even.
     for share in EVEN_SHARES:
         limit = math.ceil(share * total / len(full))
         if limit < budget.max_tokens:
@@ -162,6 +165,7 @@ def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[l
         own[rank].append(prompt)
         tokens[rank] += cost[prompt]
     dealt = [split_whole_prompts(batch, budget, prompts) for prompts in own]
+    # `parts` is None where a prompt exceeds the budget, and empty for a rank without prompts.
     found = [parts for parts in dealt if parts]
     return found if len(found) == num_ranks else None
 
@@ -200,6 +204,7 @@ def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) 
         members = list(of_prompt)
         prompts.append(prompt)
         own.append([batch.token_ids_N[ends[r] : ends[r + 1]] for r in members])
+        # A prompt begins at its response k = 0: where its responses are spread, log Z counts in one micro-batch alone.
         begins.append(members[0] == prompt * K)
     packed = pack([batch.prompt_tokens[p] for p in prompts], own, device=device)
     return MicroBatch(
@@ -268,6 +273,7 @@ def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> 
         return {}
     # The drift is of the policy itself; the ratio is to what chose the tokens, which exploration and top-p shift.
     drift_PK, log_ratio = log_pi_PK - policy_PK, (log_pi_PK - behaviour_PK)[known_PK]
+    # A common factor does not change the effective sample size, and with a largest ratio of 1 nothing overflows.
     ratio = torch.exp(log_ratio - log_ratio.max())
     found = {
         "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
@@ -281,6 +287,7 @@ def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> 
             size = without_rounding(size, float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
         found["off_policy/drift"] = size
         found["off_policy/drift_lag"] = float((step - batch.version_PK)[late_PK].float().mean())
+    # In bf16 most of a small drift is rounding, which correlates with nothing.
     moved = drift_reward_correlation(batch.reward_PK, drift_PK, known_PK) if exact else None
     return found if moved is None else {**found, "off_policy/drift_reward_correlation": moved}
 
@@ -323,6 +330,7 @@ def reward_spread(batch: Batch) -> float:
 def _differing_rewards(batch: Batch) -> tuple[Tensor, Tensor]:
     """Rewards less the mean of their prompt [P, K], and whether those of a prompt differ by more than rounding [P]."""
     kept_PK, reward_PK = batch.weight_PK > 0, batch.reward_PK.double()
+    # In fp64, so that ROUNDING is far above the error of the mean itself.
     better_PK = centred(reward_PK, kept_PK.double())
     size_P = torch.where(kept_PK, reward_PK, 0.0).abs().amax(dim=1)
     return better_PK, better_PK.abs().amax(dim=1) > ROUNDING * size_P

@@ -91,6 +91,7 @@ class Checkpoints:
     """The newest write of weights alone, which are small beside a state: it need not wait for one to be written."""
 
     def __post_init__(self) -> None:
+        # One thread, so that writes, renames and drops happen in the order in which they were asked for.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
 
     # What the trainer asks for. All of it returns as soon as everything is copied.
@@ -100,6 +101,7 @@ class Checkpoints:
         if self.keep == 0:
             return
         if step != self._saved:
+            # One that the guard has of this step is written over, and counts in `keep` from now on.
             self.extra.discard(step)
             self._write(step)
             self._saved, self._saved_best = step, None if self.best is None else self.best[0]
@@ -135,6 +137,7 @@ class Checkpoints:
         when it was asked stands for both.
         """
         asked = max((found for found in self._evaluated if found <= step), default=step)  # none for the start or keep=0
+        # Weights that were asked for earlier are not waited for any longer.
         passed = {found for found in self._evaluated if found <= asked}
         self._evaluated -= passed
         if self.best is None or score >= self.best[1]:
@@ -192,6 +195,7 @@ class Checkpoints:
         there (drop_after)."""
         self.wait()  # a run that goes back may still be writing one
         found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+        # The master weights are in this file, and the model's follow from them: model.safetensors is for readers.
         self.optimizer.load_state(load_file(path / OPTIMIZER))
         for head in self.heads:
             head.load_state_dict(load_file(path / f"{type(head).__name__}.safetensors"))
@@ -302,14 +306,17 @@ class Checkpoints:
     ) -> None:
         """The folder appears whole or not at all."""
         partial_path = path.with_name(f".{path.name}.partial")
+        # A process that was killed may have left a part of the same step.
         shutil.rmtree(partial_path, ignore_errors=True)
         self.model.save_pretrained(partial_path, state_dict=weights)
         for file, content in files.items():
             (partial_path / file).write_bytes(content)
         for file, named in tensors.items():
+            # Those of ARRAYS are NumPy's (state.py), all others are tensors.
             (save_arrays if file == ARRAYS else save_file)(dict(named), partial_path / file)
         for file, value in values.items():
             (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
+        # First the manifest, then the rename: a kill in between leaves a folder that does not count.
         write_manifest(partial_path)
         replace_folder(partial_path, path)
 
@@ -338,6 +345,7 @@ class Checkpoints:
 
     def _drop_outdone(self, best: int | None) -> None:
         bests = self.folder.checkpoints_by_step("best-step-")
+        # Only once the best itself is there: it may have failed to be written.
         for outdone in [found for found in bests if best in bests and found != best]:
             drop_folder(bests[outdone])
 
@@ -377,6 +385,7 @@ def find_checkpoint(folder: RunFolder) -> Path | None:
             return path
         except CorruptCheckpoint as error:
             aside = path.with_name(f"corrupt-{path.name}")
+            # os.replace moves a folder only where there is none, or an empty one.
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(path, aside)
             logger.warning("%s It is set aside as %s.", error, aside)
@@ -434,4 +443,5 @@ def drop_folder(path: Path) -> None:
 def replace_folder(source: Path, target: Path) -> None:
     drop_folder(target)
     os.replace(source, target)
+    # The new name is in the folder above, which has to reach the disk too.
     sync(target.parent)

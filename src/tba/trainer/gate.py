@@ -75,11 +75,15 @@ class Gate:
         return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0
 
     def _ready(self, feed: Feed) -> bool:
+        # Receiving is also the trainer's heartbeat: the supervisor kills a trainer that does not look for groups
+        # (run/supervise.py).
         feed.receive()
+        # Before the look at the buffer: responses that are too old must not fill a batch.
         feed.expire()
         # After `receive`: groups that have arrived are taken in, whatever ends the wait.
         if self.asked_to_stop():
             raise Interrupted
+        # For the display and `tba status`: how far a batch is filled.
         self.row["batch_prompts"] = min(feed.replay.num_prompts, self._wanted_prompts)
         self.row["prompts_wanted"] = self._wanted_prompts
         return self.is_open(feed)
@@ -94,6 +98,7 @@ class Gate:
 
     def _within_ratio(self, feed: Feed) -> bool:
         train = self.config.train
+        # All updates of the next batch count at once: they follow without another look.
         wanted = feed.counts.trained + train.responses_per_step * train.updates_per_batch
         return wanted <= self._reuse * feed.counts.generated
 

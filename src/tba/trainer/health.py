@@ -405,6 +405,7 @@ class Health:
 
     def _note_alarm(self, step: int, alarm: Alarm | None) -> None:
         before, self.alarm = self.alarm, alarm
+        # The guard returns the same object while an alarm lasts: another one is new.
         if alarm is not None and alarm is not before:
             kept = self._keep_from_before(alarm.since)
             path = None if kept is None else str(kept.relative_to(self.recorder.folder.path))
@@ -422,6 +423,7 @@ class Health:
         newest = self._newest(on_disk, since)
         older = {step for step in self.checkpoints.held if self._goes_back and step < since}
         self._release(self.checkpoints.held - older - {newest})
+        # One of the guard's own stays by `held`. A regular one needs the pin, or `keep` would drop it.
         if newest not in self.checkpoints.extra:
             self.checkpoints.pinned = newest if newest >= 0 else None
         return on_disk.get(newest)
@@ -452,8 +454,11 @@ class Health:
     def _drop_outlived(self, step: int) -> None:
         """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
         if not self.guard.suspects:
+            # An alarm dates the collapse back by fewer batches than these: an older checkpoint is from before any new
+            # one.
             proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
             proven = sorted(saved for saved in self.checkpoints.held if saved + proven_after <= step)
+            # The newest that is proven is the one to go back to.
             self._release(proven[:-1])
 
     def _release(self, steps: Iterable[int]) -> None:

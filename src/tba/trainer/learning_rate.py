@@ -114,15 +114,18 @@ class LearningRate:
         self.horizon_factor = self.horizon(step, progress if now is None else now)
         if math.isfinite(entropy):
             self.entropy = max(LEAST_ENTROPY, entropy)
+        # `squares` is of the updates between the generation of these responses and now, by their mean lag.
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
         if self.sees_new_responses and "off_policy/drift_reward_correlation" in found:
             self.signal += (found["off_policy/drift_reward_correlation"] - self.signal) / min(self.batches + 2, MEMORY)
+        # log(drift / sqrt(sum of rate^2)): nats by an update of rate 1.
         stiffness = math.log(drift) - 0.5 * math.log(squares)
         self._follow(stiffness, progress)
         if not self.is_auto:
             return self.at(step, progress)
+        # Point 3 above: the stiffness of a single batch may lower its rate, never raise it.
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
     def horizon(self, step: int, now: float) -> float:
@@ -166,6 +169,7 @@ class LearningRate:
     def next_drift(self, step: int, progress: float) -> float:
         """Nats that an update moves log_pi of a new response by; NaN = not known yet."""
         aimed_at = self.size * self.decay(progress)  # the rate may still have to rise to it
+        # 0 x stiffness is NaN as long as the stiffness is not measured.
         return aimed_at + 0.0 * self.stiffness if self.is_auto else self.at(step, progress) * math.exp(self.stiffness)
 
     def drift(self, progress: float) -> float:
@@ -196,6 +200,7 @@ class LearningRate:
         self.batches += 1
         before = stiffness if math.isnan(self.stiffness) else self.stiffness
         self.stiffness = before + (stiffness - before) / min(1 + self.batches / 3, MEMORY)
+        # Only the rise is bounded: a rate that is too high falls at once.
         self.rate = min(RISE * self.rate, self.size * math.exp(-self.stiffness))
 
     def _squares_since(self, lag: float) -> float:

@@ -105,7 +105,9 @@ class Trainer:
         again = waited = 0.0
         if self.gate is not None:
             self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
+            # Asked before the second update: its time counts as spare only where no batch was ready.
             was_ready = self.gate.is_open(self)
+            # Before the wait: groups that arrive during the update are taken in by the gate's first look.
             again = self.train_again() if self.spare.is_enough else 0.0
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
@@ -115,6 +117,7 @@ class Trainer:
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.updates.first(batch, step=self.step_index, progress=progress)
+        # The batch stays on the host, where its metrics are computed.
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
@@ -124,6 +127,7 @@ class Trainer:
         self.counts.trained += batch.totals.responses
         self.step_index += 1
         self.recorder.step_done(self.step_index)
+        # Where the roles take turns, the second update is part of the version that is published below.
         if self.gate is None and not self.done:
             again = self.train_again()
             started += again  # it has a time of its own
@@ -142,7 +146,10 @@ class Trainer:
         self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        # Only now is the step whole: after an error further up, no checkpoint is made of the weights
+        # (weights_are_consistent).
         self.train_step.moved = False
+        # Before save_if_due: a checkpoint of a step that is given up would only be dropped again.
         if self.health is not None and self.health.rolls_back:
             self.roll_back(self.health)
             return result
@@ -204,6 +211,7 @@ class Trainer:
         self.recorder.time_is_over()
         if self.health is not None:
             self.health.finish()
+        # With train.publish_every > 1 searchers may have older weights, and the last evaluation is of these.
         self.publisher.publish(self.train_step.weights(self.step_index))
         self.save()
 
@@ -224,6 +232,8 @@ class Trainer:
                 self.probe.look(group, step=self.step_index)
             if self.add(group):
                 self.count(group)
+        # Senders keep a group until it is acknowledged: with a durable replay, until it is on disk and not in the
+        # buffer alone.
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
         self.receive_seconds += time.perf_counter() - started
 
@@ -238,6 +248,7 @@ class Trainer:
         """Add a group that arrives, or is stored on disk already; False where it came before."""
         new = not self.replay.has_received(group.id)
         if new:
+            # Only for a new group: it may be scored anew, which costs the reference a forward pass.
             admitted = group if self.references is None else self.references.admit(group)
             self.replay.add(admitted, step=self.step_index)
         return new
@@ -247,6 +258,7 @@ class Trainer:
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
+        # NaN = no component of the reward was applicable to the response.
         rewards = columns_of(group).combined_rewards(self.reward_weights)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
         self.prompt_queue.complete(group.rollout, is_lost=not group.trajectories)
@@ -277,7 +289,10 @@ class Trainer:
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
         started = time.perf_counter()
+        # The tensors are the model's own, or gathered when they are looked at. Publishers that keep them (a lag,
+        # references) copy.
         weights = self.train_step.weights(self.step_index)
+        # Not after the last step: nothing would be trained against the new reference.
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if reset:
             self.beta.start_over()
@@ -309,6 +324,7 @@ class Trainer:
             "lost_prompts": sorted(self.lost),
             "fresh_rewards": self.fresh_rewards,
             "fresh_reward": self.fresh_reward,
+            # A resume between two updates of a batch trains on the same batch. One that is used up is not written.
             "batch": None if self.needs_batch else self.batch,
             "log_z_started": log_z is not None and log_z.started,
             "last_row": None if self.durable is None else self.durable.last_arrival,
@@ -337,6 +353,8 @@ class Trainer:
         self.leave_behind()
         if not gives_up and self.durable is not None and self.last_row is not None:
             self.take_in_stored(self.durable, after=self.last_row)
+            # The checkpoint may hold groups whose rows were never committed: their numbers must not be given to new
+            # groups.
             self.durable.go_on_after(self.last_row)
 
     def roll_back(self, health: Health) -> None:
@@ -347,15 +365,18 @@ class Trainer:
         assert alarm is not None
         assert path is not None
         try:
+            # Before anything is loaded: half a rollback would leave the parts of a run at two different steps.
             check_manifest(path)
         except CorruptCheckpoint as error:
             raise Collapsed(
                 f"stopped at step {recorder.steps}: {alarm.message} It cannot be rolled back: {error}"
             ) from None
+        # Read before the load, which sets the recorder back to what it knew at the checkpoint.
         rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
         self.checkpoints.load(path)
         self.forget_rows()
         self.leave_behind()
+        # The factor is absolute: the loaded state may be from before an earlier rollback and have another scale.
         to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
         self.rate.scale_down(factor)
         recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
@@ -363,6 +384,7 @@ class Trainer:
             self.checkpoints.pinned = to  # the only one from before: the next rollback may need it
         if self.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
             self.publisher.publish(self.train_step.weights(to))
+        # After the publication: a searcher begins with the weights that it finds.
         if self.restart_searchers is not None:
             self.restart_searchers(self.replay.marks.by_source)
         logger.warning(
@@ -412,6 +434,7 @@ class Trainer:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of a step has come: the weights of the best one so far are kept. That of a step that is made again
         after a resume may come twice."""
+        # A version above step_index was published by a trainer that died after its last checkpoint, or is given up.
         if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
             return
         self.recorder.evaluation(step, metrics)

@@ -116,6 +116,7 @@ def make_trainer(
         folder=recorder.folder,
         model=loaded.model,
         tokenizer=loaded.tokenizer,
+        # A sharded step gathers the state of all ranks, where its optimizer has the rows of one.
         optimizer=sharded or train_step.optimizer,
         heads=train_step.policy.heads,
         gather_weights=None if sharded is None else sharded.whole_weights,
@@ -181,5 +182,6 @@ def make_references(
         temperature=config.generate.temperature,
         scorer=learner.rescorer,
         on_reset=learner.train_step.restart_log_z,
+        # A whole model in host memory, and only a run that goes back may need it.
         start=on_cpu(learner.train_step.weights(version=0)) if goes_back else None,
     )

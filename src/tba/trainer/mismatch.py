@@ -71,6 +71,7 @@ class MismatchProbe:
             weights = published[versions[response]]
             if not is_whole or len({version for _, version in spans}) > 1 or weights is None:
                 continue
+            # Scored in the trainer's thread, between two steps: no more than one measurement takes.
             if self._num_tokens < ENOUGH_TOKENS:
                 log_pi = self.policy.log_probs_under(
                     weights.tensors, group.prompt.token_ids, columns.token_ids[own], temperature=self.temperature

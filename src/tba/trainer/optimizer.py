@@ -73,9 +73,11 @@ class MasterAdamW:
                 continue
             gradient = local_part(parameter.grad)
             if part.dtype == torch.float32:
+                # The rows of a sharded fp32 parameter: autograd has added this micro-batch to them already.
                 master.grad = gradient
                 continue
             (first if master.grad is None else further).append((master, gradient))
+            # Or autograd would add the next micro-batch to it, in bf16, and this one would count twice.
             parameter.grad = None
         _add(first, is_first=True)
         _add(further, is_first=False)
@@ -137,6 +139,7 @@ class MasterAdamW:
             if master in self.adam.state:
                 master.add_(self._last_update(master), alpha=factor - 1.0)
         self._round()
+        # `_last_update` reads the rate: a further stretch is of the update as long as it is now.
         self.adam.param_groups[0]["lr"] *= factor
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
@@ -145,6 +148,8 @@ class MasterAdamW:
         self._synchronize()
         state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
         (beta1, beta2), steps = group["betas"], float(state["step"])
+        # AdamW's formula, from the moments after the step. Weight decay is that of the weight now: a difference of
+        # second order.
         mean = state["exp_avg"] / (1.0 - beta1**steps)
         spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
         return -group["lr"] * (mean / spread + group["weight_decay"] * master)
@@ -152,6 +157,7 @@ class MasterAdamW:
     def drop_gradients(self) -> None:
         self.adam.zero_grad(set_to_none=True)
         for parameter in self.parameters:
+            # zero_grad drops those of the masters, and a bf16 model has gradients of its own.
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -174,6 +180,7 @@ class MasterAdamW:
             master.copy_(state[f"master.{index}"])
         self._round()
         self._synchronize()
+        # After the transfers of the last step, which write into the moments that are dropped here.
         self.adam.state.clear()
         for index, master in enumerate(self.masters):
             start = f"adam.{index}."
@@ -241,6 +248,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                     self.state[parameter] = self._new_state(parameter)
                 state = self.state[parameter]
                 whole = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
+                # Views, since all are contiguous: the kernel writes into the parameter and its moments themselves.
                 parts = zip(*(tensor.detach().reshape(-1).split(self._chunk) for tensor in whole))
                 pieces += [(*part, state["step"]) for part in parts if part[0].numel()]
             moments = [piece[2:4] for piece in pieces]
@@ -315,9 +323,11 @@ class HostTransfer:
         for index, own in enumerate(moments):
             here, place = coming, index % 2
             if index + 1 < len(moments):
+                # Before this piece is handed out, so that the next travels while the caller computes.
                 coming = self._bring(index + 1, moments[index + 1])
             torch.cuda.current_stream().wait_event(self._here[place])
             yield here
+            # The caller has queued its kernel by now: the way back begins when that is done.
             self._taking.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._taking):
                 for target, view in zip(own, here):
@@ -329,6 +339,7 @@ class HostTransfer:
         place = index % 2
         views = [whole[: moment.numel()] for whole, moment in zip(self._places[place], moments)]
         with torch.cuda.stream(self._bringing):
+            # An event that was never recorded holds nothing up: the first two pieces find their places free.
             self._bringing.wait_event(self._free[place])
             # What a step before has taken back, maybe of this very piece, must lie on the host.
             self._bringing.wait_stream(self._taking)

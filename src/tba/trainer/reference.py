@@ -84,11 +84,13 @@ class ReferenceResets:
         if weights.version % self.every:
             return False
         self.version = weights.version
+        # A copy, since the tensors are those that train.
         self._weights = on_cpu(weights)
         self.publisher.publish(weights)
         if self.scorer is None:
             self.replay.drop_reference(self.version)
         else:
+            # All of the buffer is scored here, in the trainer's thread, before the next step.
             self.scorer.load(weights)
             self.replay.recompute_reference(self.version, self._score)
         if self.on_reset is not None:

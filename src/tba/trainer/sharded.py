@@ -69,6 +69,7 @@ class ConnectedRanks(Ranks):
             sizes = torch.zeros(self.size, dtype=torch.int64)
             sizes[self.rank] = len(own)
             dist.all_reduce(sizes)
+            # all_gather takes tensors of one size: texts are padded here and cut below.
             padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
             padded[: len(own)] = own
             parts = [torch.empty_like(padded) for _ in range(self.size)]
@@ -82,6 +83,7 @@ class ConnectedRanks(Ranks):
         parts = [json.dumps(tree).encode(), save(arrays)]
         with as_rank_lost():
             sizes = torch.tensor([len(part) for part in parts])
+            # Ranks wait for this one without a limit; what follows it has the deadline of the default group.
             dist.broadcast(sizes, src=0, group=self._control)
             for part in parts:
                 dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), src=0)
@@ -125,6 +127,7 @@ def connected(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
     try:
         with as_rank_lost():
+            # Every rank makes it at the same place: a new group is itself a meeting of all.
             control = dist.new_group(backend="gloo", timeout=FOREVER)
         yield ConnectedRanks(device=device, control=control)
     finally:
@@ -161,6 +164,7 @@ class ShardedTrainStep(TrainStep):
 
     @property
     def is_finite(self) -> bool:
+        # A rank that is lost does not answer, and nothing is known of its part.
         return not self.ranks.lost and self._lead("all_finite")
 
     def state(self) -> dict[str, Tensor]:
@@ -169,6 +173,7 @@ class ShardedTrainStep(TrainStep):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over the state of an optimizer of any number of ranks."""
+        # The command has the shapes alone; the tensors are spread one at a time.
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}
         self._lead("take_optimizer_state", own={"state": state}, shapes=shapes)
 
@@ -184,6 +189,7 @@ class ShardedTrainStep(TrainStep):
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
         try:
             with as_rank_lost(only_of_sockets=True):
+                # Before the own part, whose collectives wait for the other ranks.
                 self.ranks.tell(what, **values)
                 return getattr(self, f"_{what}")(**values, **(own or {}))
         except NonFiniteLoss:  # all ranks have met it
@@ -198,6 +204,7 @@ class ShardedTrainStep(TrainStep):
         # All ranks meet a loss that is not finite, and rank 0 decides what becomes of the run.
         with suppress(NonFiniteLoss), as_rank_lost(only_of_sockets=True):
             getattr(self, f"_{what}")(**values)
+        # Rank 0 alone asks whether a step was finished.
         self.moved = False
 
     # What every rank does. Tensors that are gathered or spread are the same on all ranks, and in the same order.
@@ -236,6 +243,7 @@ class ShardedTrainStep(TrainStep):
         if has_lora(self.policy.model):
             tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         for tensor in tensors.values():
+            # Tied parameters are one object: gathered once and written once.
             if id(tensor) not in found:
                 found[id(tensor)] = self._kept(whole_tensor(tensor, tensor))
         return {name: found[id(tensor)] for name, tensor in tensors.items()}

@@ -40,6 +40,7 @@ def _generator(state: Mapping[str, Any]) -> np.random.Generator:
 
 
 CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # As pairs: keys of JSON are strings alone, and here they are numbers too.
     dict: (lambda value: [list(pair) for pair in value.items()], dict),
     tuple: (list, tuple),
     set: (list, set),
@@ -97,6 +98,7 @@ def take_snapshot(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
         if isinstance(value, np.generic):
             return value.item()
         if kind is bytearray:  # made for the state, which alone has it: not copied
+            # torch.frombuffer refuses an empty buffer: one byte is given and cut off.
             return keep("bytes", torch.frombuffer(value or bytearray(1), dtype=torch.uint8)[: len(value)])
         raise TypeError(f"a {kind.__name__} cannot be saved: give plain data, or list its class in SAVED.")
 
@@ -115,6 +117,7 @@ def restore(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         if kind in KINDS:
             return CONTAINERS[KINDS[kind]][1](decode(node["value"]))
         if kind in CLASSES:
+            # Without __init__: fields come back as they were, whatever a new object would begin with.
             made: Any = object.__new__(CLASSES[kind])
             for name, item in node["fields"].items():
                 object.__setattr__(made, name, decode(item))

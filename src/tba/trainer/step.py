@@ -141,6 +141,7 @@ class TrainStep:
         change of those responses, and with `measure` the change of all responses."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
+        # `.item()` waits for the device: nothing moves before the norm is known to be finite.
         norm = self.optimizer.clip_gradients().item()
         if not math.isfinite(norm):
             self.optimizer.drop_gradients()
@@ -185,6 +186,7 @@ class TrainStep:
         of all)."""
         among = of or range(len(batch.lengths))
         count = min(len(among), MEASURED_RESPONSES)
+        # Neighbours are responses to one prompt: those that are measured are spread over all prompts.
         responses = [among[index * len(among) // count] for index in range(count)]
         change_R = torch.zeros(len(responses), device=self.policy.device)
         dealt = deal_responses(batch, self.budget, responses, num_ranks=self.ranks.size)
@@ -194,6 +196,7 @@ class TrainStep:
             place = torch.tensor([responses.index(response) for response in micro_batch.responses.tolist()]).long()
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
+        # Each response is computed on one rank, and is 0 on the others.
         self.ranks.sum_(change_R)
         return float(change_R.abs().mean())
 
@@ -219,6 +222,7 @@ class TrainStep:
             first = float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
             if math.isfinite(first):  # otherwise the loss is not either, and nothing may move
                 log_z.start_at(first)
+        # None where a prompt exceeds the budget, or a rank would get no prompt: single responses are then dealt.
         whole = deal_prompts(host, self.budget, num_ranks=num_ranks)
         if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
             return self._one_pass(host, batch, whole, beta=beta)
@@ -239,6 +243,7 @@ class TrainStep:
         def compute(piece: tuple[int, MicroBatch]) -> tuple[tuple[MicroBatch, Forward, Loss | None], Tensor]:
             index, micro_batch = piece
             forward = self._forward(micro_batch)
+            # An empty micro-batch, so that all ranks make as many passes: the gradient must be 0, not missing.
             if index >= len(own):
                 return (micro_batch, forward, None), _sum_of_nothing(forward)
             loss = self.objective(batch.take(own[index]), forward, beta=beta)
@@ -254,6 +259,7 @@ class TrainStep:
 
     def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
         """`dealt`: the responses of each micro-batch of each rank. The objective sees the whole batch on every rank."""
+        # A list, since both passes compute the same micro-batches.
         micro_batches = list(self._own_micro_batches(host, dealt))
         outputs = self._gather(batch, micro_batches)
         leaves = outputs.with_gradients()
@@ -268,6 +274,7 @@ class TrainStep:
 
         for _ in self._back_propagated(compute, micro_batches):
             pass
+        # ALONE, since every rank has the loss of the whole batch already.
         return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
 
     @torch.no_grad()
@@ -320,6 +327,7 @@ class TrainStep:
 
         def differentiate(piece: Piece) -> tuple[Found, tuple[Tensor | None, ...]]:
             found, value = compute(piece)
+            # Not backward(): threads would add to the same .grad at once, in any order.
             return found, torch.autograd.grad(value, parameters, allow_unused=True)
 
         for found, gradients in self._workers.in_order(differentiate, pieces):
@@ -389,11 +397,13 @@ def _sum_of_nothing(forward: Forward) -> Tensor:
 def _result(losses: list[tuple[Loss, int]], outputs: Forward, ranks: Ranks) -> StepResult:
     """Of the losses of all ranks."""
     read = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
+    # Of all ranks before the check: a loss that is not finite on one raises on all, or the others would wait for it.
     found = ranks.concatenated([(numbers, weight) for numbers, (_, weight) in zip(read, losses)])
     for numbers, _ in found:
         if not math.isfinite(numbers["loss"]):
             raise NonFiniteLoss(f"loss is {numbers['loss']}.")
     parts = [
+        # NaN = nothing in this micro-batch counted for the metric (mean_where).
         ({name: number for name, number in numbers.items() if not math.isnan(number)}, weight)
         for numbers, weight in found
     ]

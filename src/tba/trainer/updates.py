@@ -76,6 +76,7 @@ class Updates:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
         self._see_rewards(batch)
         with self._naming(batch, f"step {step}", step):
+            # No weight has moved yet: the first update of `auto` is scaled by responses that it does not train on.
             begins = self.rate.is_auto and self.rate.squares == 0.0
             trained, unseen = hold_out(batch) if begins else (batch, None)
             result = self._gradients(trained, step=step, progress=progress)
@@ -84,6 +85,7 @@ class Updates:
             now = progress if self.clock is None else self.config.progress_at(step, self.clock.seconds)
             rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(trained, result.outputs), now=now)
             metrics = self._move(trained, rate, progress=progress, lags="off_policy/drift" in found, unseen=unseen)
+        # A batch that has moved nothing is left out: its second update would be its first.
         if self.config.train.second_update_after and batch.totals.responses and metrics["learning_rate"] > 0.0:
             self.trained_once.append(with_old_values(batch, result))
         signal = {"off_policy/signal": self.rate.signal} if self.rate.is_auto else {}
@@ -94,6 +96,7 @@ class Updates:
         after = self.config.train.second_update_after
         if not after or len(self.trained_once) < after:
             return 0
+        # Taken out also where it is refused below: it would only be later the next time.
         batch = self.trained_once.popleft()
         if after * self.rate.next_drift(step, progress) > MOST_DRIFT:  # the policy has moved on too far
             return 0
@@ -121,6 +124,7 @@ class Updates:
         """The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ."""
         if self.config.objective.reward_unit == "spread":
             self._spread = max(self._spread, reward_spread(batch))
+            # Rewards of 0 and 1 in equal parts have a spread of .5, and so a unit of 1.
             self.reward_unit = 2.0 * self._spread or 1.0
 
     def _in_own_unit(self, batch: Batch) -> Batch:
@@ -144,6 +148,7 @@ class Updates:
         found = self.train_step.move(rate, nats=nats, of=unseen or (), measure=measured)
         if first:
             self.rate.rate = found["learning_rate"]
+        # Also where nothing has moved: every version has its entry, by which lags are looked up.
         self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
         self.rate.moved(progress, new=found.pop("update_drift", None), own=found.pop("own_movement", None))
         return found

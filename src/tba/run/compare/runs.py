@@ -218,6 +218,7 @@ def make_cell(study: Study, root: Path, label: str, row: str, column: str, seed:
     given = {key: item for layer in [*layers, {"seed": seed}] for key, item in flatten(layer).items()}
     own = {"name": (root / label).name, "output": str((root / label).parent), "observe.progress": False}
     config = load_config(None, [f"{name}={json.dumps(value)}" for name, value in {**given, **own}.items()])
+    # Without the model, which a plan of a hundred runs does not load: what follows from its size stays None.
     resolved = flatten(resolve(config, None, Machine.seen()).model_dump(mode="json"))
     settings = {key: item for key, item in resolved.items() if key in given or key not in OF_ITS_PLACE}
     return Cell(row=row, column=column, seed=seed, value=value, label=label, settings=settings, config=config)
@@ -273,6 +274,7 @@ def do_runs(plan: Plan, *, retry_before: float, wait_seconds: float) -> None:
     """
     waits_since, num_left = time.monotonic(), -1
     while cells := plan.open_cells(retry_before):
+        # A run has ended, in this process or another one: the wait begins anew.
         if len(cells) != num_left:
             waits_since, num_left = time.monotonic(), len(cells)
         claimed = claim_one(cells)
