@@ -36,6 +36,7 @@ class OneValueLoader(yaml.SafeLoader):
     """YAML's safe loader; a key that stands twice in a mapping is an error, where YAML's own keeps the last silently."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
+        # Only plain scalars are guessed at; text in quotes never comes here as an int.
         tag = super().resolve(kind, value, implicit)
         is_text = tag == "tag:yaml.org,2002:int" and not WHOLE_NUMBER.fullmatch(value)
         return "tag:yaml.org,2002:str" if is_text else tag
@@ -57,6 +58,7 @@ class OneValueLoader(yaml.SafeLoader):
 def read_yaml(text: str | bytes) -> Any:
     """The value that a YAML text holds."""
     try:
+        # A SafeLoader: tags that make Python objects are refused.
         return yaml.load(text, OneValueLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -68,6 +70,7 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
 
 
 def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
+    # JSON form, so that a default looks like what YAML would have given in its place.
     defaults = Config().model_dump(mode="json")
     defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
     data = defaults
@@ -80,6 +83,7 @@ def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> 
             # `train={max_steps: 5}` leaves the other train settings as the file has them.
             data = merge(data, {key[0]: value})
         else:
+            # A dotted key sets this value whole: a mapping replaces what stood there.
             _set(data, key, value)
     return make_config(data)
 
@@ -88,6 +92,7 @@ def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """A layer without its sections and lists that hold nothing: all that stood below `train:` may be commented out."""
     found = {}
     for key, value in layer.items():
+        # An empty `train:` is None in YAML, and means the defaults; None of a plain setting is a value.
         default = defaults.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             found[key] = _without_empty(value, default)
@@ -99,6 +104,7 @@ def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str, Any]]) -> None:
     """Refuse a setting to which a command line gives two values; `options` has name and value of a command's options by the
     setting that they stand for, None = not given."""
+    # By setting, for options and overrides alike: the text to quote, and the value.
     given = {key: (f"{name} {value}", value) for key, (name, value) in options.items() if value is not None}
     for override in overrides:
         parts, whole = _parse_override(override)
@@ -123,6 +129,7 @@ def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), *
     """Whether any source of `load_config` sets a key of a section ("task.name"), which is not left at its default then."""
     section, _, name = key.partition(".")
     data = merge(_read_yaml(Path(path)) if path is not None else {}, values)
+    # A key given with its default value counts too: asked is whether the user wrote it.
     set_above = isinstance(data.get(section), Mapping) and name in data[section]
     return set_above or any(override.partition("=")[0] in (section, key) for override in overrides)
 
@@ -133,6 +140,7 @@ def make_config(data: Mapping[str, Any]) -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         found = ConfigError("\n".join(_explain(problem) for problem in error.errors()))
+        # Kept beside the text: `with_trl_names` in cli/usage.py rewrites the lines of these keys.
         extra = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
         found.unknown = tuple(".".join(map(str, location)) for location in extra)
         raise found from None
@@ -145,6 +153,7 @@ def dump_config(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
+        # A run folder in the place of a config is the usual slip of one who means --resume.
         run = path.parent.parent if path.parent.name == "checkpoints" else path  # or one of its checkpoints
         is_run = (run / "config.yaml").is_file()
         advice = f"`tba train {path} --resume` goes on with this run" if is_run else "give a YAML file"
@@ -184,6 +193,7 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
+    # At the first `=`: a value may hold more of them.
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -211,6 +221,7 @@ def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
             inner = {"start": inner}  # `beta: 0.05` in the file, `objective.beta.end=0.01` on the command line
         elif not isinstance(inner, dict):
             inner = {}
+        # What stood there may have been None or text: the override makes it a section.
         data[name] = inner
         data = inner
     data[key[-1]] = value
@@ -223,6 +234,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
+        # Our own validators name keys in their messages, pydantic's never do.
         names_its_key = f"{location[0]}." in message if location else True
         return message if names_its_key else f"{key}: {message}"
     if problem["type"] == "tuple_type":
@@ -265,9 +277,11 @@ def unknown_key(location: list[str]) -> str:
     # Inside of a value, such as a schedule, nothing but its own keys can be meant.
     settings = settings_by_name() if len(location) < 3 else {}
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
+    # The same section is searched more loosely (0.6) than all others (0.7).
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
     if close and location[-1] not in elsewhere:
         return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
+    # By likelihood: a setting of that name elsewhere, then abbreviations.
     meant = elsewhere or [name for name in settings if abbreviates(location[-1], name)][:3]
     if meant:  # `max_steps` at the top level means train.max_steps
         return f"unknown key {'.'.join(location)}: did you mean {' or '.join(settings[name] for name in meant)}?"
@@ -279,6 +293,7 @@ def unknown_key(location: list[str]) -> str:
 
 def abbreviates(short: str, name: str) -> bool:
     """Whether a name is shortened to this: lr, learning_rate; temp, temperature; batch_size, per_device_batch_size."""
+    # `rest` is used up from left to right, so words must stand in the name's order.
     parts, rest = name.split("_"), iter(name.split("_"))
     return (len(parts) > 1 and short == "".join(part[:1] for part in parts)) or all(
         any(part == word or (len(word) > 2 and part.startswith(word)) for part in rest) for word in short.split("_")
@@ -286,6 +301,7 @@ def abbreviates(short: str, name: str) -> bool:
 
 
 def _section_at(location: list[str]) -> type[BaseModel] | None:
+    # Stops at the first part that is no section: a list's index, a schedule's key, an unknown name.
     section: type[BaseModel] | None = Config
     for name in location:
         if section is None or name not in section.model_fields:
@@ -297,6 +313,7 @@ def _section_at(location: list[str]) -> type[BaseModel] | None:
 def _section_type(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
+    # Through Optional, tuple and Annotated: the first model inside.
     return next((found for found in map(_section_type, get_args(annotation)) if found is not None), None)
 
 
@@ -306,6 +323,7 @@ def settings_by_name() -> dict[str, str]:
     Of several settings with one last part it is the first: `name` means the run's, not task.name.
     """
     sections = {name: _section_type(info.annotation) for name, info in Config.model_fields.items()}
+    # Top-level keys first, so that setdefault leaves them: `name`, `seed` and `output` mean the run's.
     keys = {name: name for name, section in sections.items() if section is None}
     for name, section in sections.items():
         for field in section.model_fields if section is not None else ():

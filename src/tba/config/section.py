@@ -24,6 +24,7 @@ class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
     model_config = ConfigDict(
+        # validate_default: defaults pass through the validators too, so a path or device has one form.
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
@@ -31,6 +32,7 @@ class Section(BaseModel):
     @classmethod
     def _refuse_switches_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML reads yes and on as true, which Pydantic would take for the number 1."""
+        # One level of the type: `int | None` shows its parts here.
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
@@ -63,6 +65,7 @@ Device = Annotated[str, AfterValidator(_device)]
 def full_path(path: str) -> str:
     """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
     names, and what is not there, stay as they were written."""
+    # An empty path would be the working directory, which exists.
     found = Path(path).expanduser()
     return str(found.absolute()) if path and found.exists() else path
 
@@ -76,6 +79,7 @@ def number_or(value: Any, *, also: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
+        # PyYAML follows YAML 1.1, which wants a point in 1.0e-5.
         return float(value)
     except ValueError:
         raise ValueError(f"{value!r} is not a number: write one, for example 1e-5, or {also}.") from None
@@ -125,6 +129,7 @@ class Schedule(Section):
                 f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in "
                 f"the warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
             )
+        # Only where `steps` is given: of a run by time the number of steps is not known here.
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
         if self.steps is not None and self.warmup_steps + (self.decay_steps or 0) > self.steps:
@@ -137,14 +142,17 @@ class Schedule(Section):
     @property
     def ends(self) -> tuple[float, float]:
         """Value after warm-up and value at the end."""
+        # An unset end is 0 for everything that changes.
         constant = self.start if self.kind == "constant" else 0.0
         return self.start, constant if self.end is None else self.end
 
     def at(self, step: int, *, progress: float) -> float:
         """Value for optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
+        # Before the shape: the jump holds wherever the schedule has come to.
         if self.end_from_step is not None and self.end is not None and step >= self.end_from_step:
             return self.end
         if step < self.warmup_steps:
+            # step + 1: the first update would otherwise have rate 0.
             return self.start * (step + 1) / self.warmup_steps
         if self.kind == "constant":
             return self.start
@@ -153,12 +161,17 @@ class Schedule(Section):
         share, one_step = progress, progress / max(1, step)
         if self.steps is not None:
             share, one_step = step / self.steps, 1.0 / self.steps
+        # Share at which the change begins; what follows is in shares too.
         first = self.warmup_steps * one_step
         if self.kind == "wsd":
+            # A decay lasts one step at least.
             decay = max(0.2, one_step) if self.decay_steps is None else self.decay_steps * one_step
             first = max(first, 1.0 - decay)
+        # Share of the change that is done; the maxima keep a run of one step from dividing by zero.
         done = min(1.0, max(0.0, (share - first) / max(one_step, 1.0 - first, 1e-9)))
         if self.kind == "reciprocal":
+            # _check refuses start or end of 0 for this kind.
             return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)
+        # cosine and wsd share the shape; wsd only begins later.
         fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
         return self.start + (end - self.start) * fraction
