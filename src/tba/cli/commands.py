@@ -36,6 +36,7 @@ def evaluate(
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
     from tba.run.checks import check_evaluated, collapse_message, task_to_evaluate
 
+    # Checks in order of cost: torch is imported below, once all arguments are known to be good.
     check_evaluated(target)
     values = list(overrides or [])
     options = {
@@ -59,9 +60,11 @@ def evaluate(
     if (warning := collapse_message(target)) is not None:
         typer.echo(warning, err=True)
     if against is not None:
+        # The file of the other model may be of another task: that shows only when both are there.
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
     if keep is not None:
+        # From here on a partial file exists; `close` removes it where the evaluation fails.
         keep.begin()
     try:
         found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
@@ -71,6 +74,7 @@ def evaluate(
         if keep is not None:
             keep.close()
     if responses is not None and against is not None:
+        # After finish(): it is read back from the file under its own name.
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))
 
@@ -96,6 +100,7 @@ def replay(
     from tba.run import export_groups as exporting
     from tba.run.export_groups import decoder_of_run
 
+    # A ValueError of a parser becomes a usage error that names the option.
     def parsed(name: str, parse: Any, text: str | None) -> Any:
         try:
             return None if text is None else parse(text)
@@ -111,6 +116,7 @@ def replay(
         last_version=last,
         since=parsed("--since", exporting.parse_time, since),
         until=parsed("--until", exporting.parse_time, until),
+        # A listing is for a screen; an export has all groups unless a limit is given.
         limit=exporting.SHOWN_GROUPS if limit is None and export is None else limit,
     )
     path = exporting.database_of(run)
@@ -187,6 +193,7 @@ def prepare(
     from tba.models.load import use_cpu
     from tba.tasks.tldr.reward_model import RewardTraining, train_reward_model
 
+    # Roles of a run call it in their own process; this one has no role.
     use_cpu()
     settings = RewardTraining(
         learning_rate=learning_rate,
@@ -217,6 +224,7 @@ def doctor(
 ) -> None:
     """Show this machine: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
     if model is not None:
+        # A typing error in a name shows at once.
         check_there(f"{model!r} is no model", model)  # before torch is imported
     from tba.run.doctor import examine, examine_model
 

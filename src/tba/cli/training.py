@@ -54,6 +54,7 @@ def train(
         "train.max_steps": ("--max-steps", max_steps),
         "train.max_seconds": ("--max-seconds", max_seconds),
     }
+    # An option and an override of one setting would hide each other: neither wins.
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     if accept_lost_replay and not resume:
         raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
@@ -66,10 +67,12 @@ def train(
         max_seconds=max_seconds,
     )
     # From here on torch may load, which takes seconds: all that is wrong with the arguments alone was said before.
+    # Under torchrun every rank runs this command: rank 0 goes on with the run, the others join it.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from tba.run.torchrun import Torchrun, with_torchrun
 
         started = Torchrun.found()
+        # A rank above 0 makes no run folder and starts no searcher.
         if started is not None and started.rank > 0:
             if dry_run:
                 raise typer.Exit(0)
@@ -87,13 +90,16 @@ def train(
     from tba.run.status import stopped_message
     from tba.run.supervise import supervise
 
+    # A free name is looked for in the last moment before the run folder is claimed.
     if config.name is None and not config.overwrite:
         config = config.model_copy(update={"name": name_to_resume(config) if resume else free_name(config)})
     check_before_loading(config, resume=resume)
     if config.observe.progress:
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
+    # None = the newest checkpoint of the run.
     origin = checkpoint_among(arguments or []) if resume else None
     target = "tba.cli.training:run_trainer"
+    # The trainer is another process (run_trainer below), which the supervisor may start again.
     status = supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay)
     if status == 128 + signal.SIGKILL:  # by a third Ctrl-C, or for want of memory: it could say nothing
         typer.echo(f"tba: {stopped_message(config, by_command=True)}", err=True)
@@ -106,6 +112,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 
     def run() -> int:
         try:
+            # Runs in the trainer's process, with the terminal of the command.
             summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host)
         except KeyboardInterrupt as stopped:
             raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
@@ -116,6 +123,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
             raise
         if not config.observe.progress:
             typer.echo(json.dumps(summary))
+        # With a live display the results are on the screen already.
         return 0
 
     log_warnings()
@@ -142,6 +150,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
             continue
         path = _run_or_checkpoint(argument, arguments)
         if path is not None and (run := run_of(str(path))) is not None:
+            # output and name last: the run goes on in its folder, also where that was moved since.
             others = [other for other in arguments if other != argument]
             return [_own_config(run.path), *others, f"output={run.path.parent}", f"name={run.path.name}"]
         if Path(argument).suffix not in (".yaml", ".yml"):
@@ -152,6 +161,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
                 "one of its checkpoints."
             )
     given = _settings(arguments)
+    # `tba train name=NAME --resume` without a config: the run's own is taken.
     run_path = _output(arguments) / given.get("name", "")
     if "name" in given and (run_path / "config.yaml").is_file() and all("=" in argument for argument in arguments):
         return [_own_config(run_path), *arguments]
@@ -171,6 +181,7 @@ def _own_config(run: Path) -> str:
 def free_name(config: Config) -> str | None:
     """The name of a new run where none was given: NAME or, where there are such runs, NAME-2, NAME-3, which is said. None =
     NAME is free."""
+    # Claimed folders count too (is_taken): a run that has just started may have written nothing.
     taken = numbered_runs(config)
     if not taken:
         return None
@@ -192,6 +203,7 @@ def name_to_resume(config: Config) -> str | None:
 def numbered_runs(config: Config) -> dict[int, Path]:
     """Folders that a run has begun or claimed, and files, under the name of a config's run, by their number; the first has
     none."""
+    # Without a number it is run 1, so the next one is NAME-2.
     name = re.compile(re.escape(config.run_name) + r"(?:-(\d+))?")
     found = ((name.fullmatch(path.name), path) for path in config.output.glob("*"))
     return {int(m[1] or 1): path for m, path in found if m is not None and is_taken(path)}
@@ -205,6 +217,7 @@ def checkpoint_among(arguments: list[str]) -> Path | None:
     """The argument that is a checkpoint of a run: `--resume` goes on from there."""
     for argument in arguments:
         path = None if "=" in argument else _run_or_checkpoint(argument, arguments)
+        # A run folder has config.yaml, a checkpoint has not.
         if path is not None and not (path / "config.yaml").is_file():
             return path.absolute()
     return None
@@ -238,10 +251,12 @@ def given_config(
         refuse_setting_without_value(argument)
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
+    # Shortcuts are a layer between file and overrides, see load_config.
     values: dict[str, dict] = {}
     if model is not None:
         values["model"] = {"path": model}
     if data is not None or reward:
+        # Data or a reward of the user's own mean the task `custom`, unless an override names another.
         values["task"] = {"name": "custom"}
         if reward:  # otherwise those of the config file
             values["task"]["rewards"] = [{"function": function} for function in reward]
@@ -255,11 +270,13 @@ def given_config(
         config = load_config(file, overrides, **values)
     except ConfigError as error:
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
+    # Only arithmetic and red_team have no data at all; no registered task takes rewards.
     for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
         if given and config.task.name != "custom" and config.task.name in without:
             raise ConfigError(
                 f"{option} is for task.name=custom, and task.name={config.task.name} has its own: leave out one of the two."
             )
+    # A model of the package belongs to a task: where only the model is named, its task is meant.
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
     from tba.run.checks import task_to_train
@@ -273,6 +290,7 @@ def refuse_setting_without_value(argument: str) -> None:
     """Refuse `train.max_steps`, `max_steps` or `train.max_steps:5` in the place of a config file."""
     key, _, value = argument.partition(":")
     section, dot, name = key.partition(".")
+    # A name that resembles no setting passes: load_config says that there is no such file.
     settings = settings_by_name()
     if (
         Path(argument).exists()

@@ -23,8 +23,8 @@ from pydantic import (
 class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
+    # validate_default: defaults pass through the validators too, so a path or device has one form.
     model_config = ConfigDict(
-        # validate_default: defaults pass through the validators too, so a path or device has one form.
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 

@@ -38,7 +38,7 @@ class Callbacks(RunListener):
     ) -> None:
         """`context` gives what callbacks get besides where no run goes on: model, processing_class; `steps_per_epoch` is the
         number of optimizer steps that draw every row to train on once, None = not known."""
-        # All calls come in the trainer's process and thread, which waits while a callback runs.
+        # Runs in the trainer's process, which waits while a callback runs.
         super().__init__()
         self.callbacks: list[TrainerCallback] = []
         self.state = state

@@ -90,8 +90,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
     return found
 
 
+# TBAConfig has an __init__ of its own: that of TrainingArguments would set up devices.
 _Arguments: Any = dataclasses.make_dataclass(
-    # TBAConfig has an __init__ of its own: that of TrainingArguments would set up devices.
     "_Arguments", _fields(), bases=(TrainingArguments,), init=False, repr=False, eq=False
 )
 for _name, _default in DEFAULTS.items():
