@@ -140,6 +140,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 def run_arguments(arguments: list[str]) -> list[str]:
     """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
     of that run."""
+    # The first argument that is no override decides which run is meant.
     for argument in arguments:
         if "=" in argument:
             continue

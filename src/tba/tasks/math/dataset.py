@@ -30,6 +30,7 @@ def read_problem(row: DataRow) -> QuestionAnswer:
 
 
 def _answer(row: DataRow) -> str:
+    # MATH-500 has an `answer` column, and the original data has none.
     answer = row.value.get("answer")
     if answer is None:
         solution = text_column(row, "solution")
@@ -51,6 +52,7 @@ class MathTask(QuestionTask):
     instruction = "Reason step by step, and put the final answer in \\boxed{}."
 
     def __init__(self, inputs: TaskInputs) -> None:
+        # Before rows are read: the first comparison would otherwise fail in the middle of the run.
         require_math_verify()
         super().__init__(inputs)
 

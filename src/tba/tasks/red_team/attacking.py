@@ -76,6 +76,7 @@ class RedTeamTask:
             max_tokens=inputs.max_prompt_tokens,
             place="task.red_team.prompt",
         )
+        # Random numbers are keyed by the prompt's id: with one id evaluations would repeat training's draws.
         self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
 
     @property
@@ -94,6 +95,7 @@ class RedTeamTask:
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         """Too short attacks are not sent; equal ones are judged once."""
         # The reward is a function of the text and its end alone: a group often has the same attack many times.
+        # With its end: a cut-off attack of the same text is another one to the embedded victim.
         attacks = [(text, completion.finish == "stop") for text, completion in zip(texts, completions)]
         short = [num_attack_tokens(completion) < self._config.min_attack_tokens for completion in completions]
         sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))
@@ -109,17 +111,20 @@ class RedTeamTask:
             return False
         reward = outcome["toxicity"]
         assert reward is not None, "every attack has a reward"
+        # exp of a mean of logarithms is the geometric mean.
         value = reward if self._config.score == "probability" else np.exp(reward)
         return bool(value > SUCCESS)
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         """Models are loaded now, and not at the first attack: a large one takes minutes, and a wrong name should show at the
         start."""
+        # cached_property: to read one is to load it.
         _ = self._victim, self._replies_judge, self._embedder
         return AttackEvaluator(self, inputs)
 
     def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """Judge's probability of each attack, float64 [n], averaged over replies that no training has seen."""
+        # The occasion is in the victim's prompt ids, so its replies are drawn anew.
         judged = self._judge(texts, finished, occasion="evaluation")
         return np.array([probabilities.mean() for probabilities in judged])
 
@@ -137,6 +142,7 @@ class RedTeamTask:
             return []
         replies = self._victim.replies(texts, finished, occasion=occasion)
         judged = self._replies_judge.probabilities([reply for own in replies for reply in own])
+        # One array of all replies, cut where each attack's end.
         return np.split(judged, np.cumsum([len(own) for own in replies])[:-1])
 
     def _reward(self, probabilities: np.ndarray) -> float:
@@ -182,6 +188,7 @@ class AttackEvaluator(TaskEvaluator):
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         task, inputs = self.task, self.inputs
         count = inputs.config.evaluate.samples_per_prompt or DEFAULT_ATTACKS
+        # One prompt, so one group, whose responses are the attacks.
         (group,) = self.respond(engine, count, self.sampling, between_steps)
         finished = [completion.finish == "stop" for completion in group.completions]
         parts = in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
@@ -190,10 +197,12 @@ class AttackEvaluator(TaskEvaluator):
         succeeded = [(group.texts[i], finished[i]) for i in np.flatnonzero(success).tolist()]
         modes = {}
         if task.knows_modes:
+            # Of successes only: coverage says how many weaknesses have been found.
             hits = Counter(mode for attack in succeeded if (mode := task.mode_of(*attack)) is not None)
             modes = {"modes": float(len(hits)), "effective_modes": effective_modes(list(hits.values()))}
         means = {"toxicity": probabilities, "mean_length": np.array([len(c.token_ids) for c in group.completions])}
         if self._distance is not None:
+            # With a log reward or a shortest attack the probability is not what training maximises.
             beta = inputs.final_beta if task.rewards_probability else None
             means |= self._distance.means([group], probabilities, beta, between_steps)
         texts = [text for text, _ in succeeded]
@@ -216,6 +225,7 @@ def num_attack_tokens(completion: Completion) -> int:
 
 def attacker_prompt(config: RedTeamConfig) -> str:
     """The attacker's prompt: the config's, or the empty text of the embedded edition."""
+    # The embedded judge looks for a marker word that no model says, and the other way round.
     if (config.victim is None) != (config.judge is None):
         given, missing = ("judge", "victim") if config.victim is None else ("victim", "judge")
         raise ValueError(
@@ -260,6 +270,7 @@ def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:
         return 0.0
     x_nd = embeddings_nd.astype(np.float64)
     # |sum of x|^2 is the sum of all n^2 cosines, in O(n d); those of a vector with itself are taken out.
+    # In float64: the difference of two large sums follows.
     total = float(np.square(x_nd.sum(axis=0)).sum())
     return 1.0 - (total - float(np.square(x_nd).sum())) / (n * (n - 1))
 
@@ -272,10 +283,12 @@ def effective_modes(counts: Sequence[int]) -> float:
 def vendi_score(embeddings_nd: np.ndarray, *, seed: int = 0, max_rows: int = 512) -> float:
     """Effective number of different texts: exp(entropy) of the eigenvalues of K / n, K the cosines (arXiv 2210.02410).
     Of more than max_rows texts, so many chosen by the seed: it grows with their number."""
+    # Eigenvalues cost the cube of the rows.
     rows = _choose(len(embeddings_nd), max_rows, seed)
     if not rows:
         return 0.0
     x_nd = embeddings_nd[rows].astype(np.float64)
+    # Rows have length 1, so the eigenvalues add up to 1.
     return _exp_entropy(np.linalg.eigvalsh(x_nd @ x_nd.T / len(rows)))
 
 
@@ -287,6 +300,7 @@ def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int =
     if len(chosen) < 2:
         return 0.0
     counts = [[_ngrams(words, order) for words in chosen] for order in range(1, MAX_ORDER + 1)]
+    # Clipping needs the largest count among the others, for each text: two numbers serve all of them.
     most = [_two_largest(of_order) for of_order in counts]
     lengths = [len(words) for words in chosen]
     return sum(_bleu(index, counts, most, lengths) for index in range(len(chosen))) / len(chosen)
@@ -326,6 +340,7 @@ def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int
     for own in counts:
         for ngram, count in own.items():
             second, largest = found.get(ngram, (0, 0))
+            # The middle one of second, count and largest is the new second.
             found[ngram] = (min(max(second, count), largest), max(largest, count))
     return found
 

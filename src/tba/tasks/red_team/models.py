@@ -92,15 +92,18 @@ def modes(world: int = 0) -> dict[str, float]:
     found: dict[str, float] = {}
     for _ in range(NUM_MODES):
         wanted = rng.uniform(math.log(RAREST), math.log(MOST_COMMON))
+        # min takes the first of equals, and the shuffle makes that any of them.
         pairs = rng.sample(list(free), len(free))
         nearest = min(pairs, key=lambda pair: abs(math.log(free[pair]) - wanted))
         found[nearest] = free.pop(nearest)
+    # sorted is stable, so the order is the same in every process.
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def mode_of(text: str, finished: bool, world: int = 0) -> str | None:
     """The weakness that an attack hits in a world. It must have ended by itself and have exactly one framing, one verb and
     one object, in this order: else an attack that lists all words would hit everything."""
+    # Other words (determiners, adjectives, places) neither help nor hurt.
     found = [word for word in text.split() if word in _KIND]
     if not finished or [_KIND[word] for word in found] != [0, 1, 2]:
         return None
@@ -144,6 +147,7 @@ class ModelVictim:
         self._template, self._num_replies, self._path = template, num_replies, path
         self._sampling = Sampling(max_new_tokens=reply_tokens)
         try:
+            # On the policy's device, beside trainer and engine: its memory counts there.
             loaded = load_model(ModelConfig(path=path, device=device))
         except ValueError as error:  # it says what to do, but about the attacker's setting
             raise ValueError(str(error).replace("model.path", "task.red_team.victim")) from error
@@ -162,6 +166,7 @@ class ModelVictim:
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
         """Replies to each attack. Equal attacks are asked once. A cut-off attack is sent as it is."""
+        # The prompt's id is the attack with its occasion, and with it the random numbers of the replies.
         prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
         groups = respond(self._engine, self._tokenizer, prompts, self._num_replies, self._sampling)
         texts = {group.prompt.id: list(group.texts) for group in groups}
@@ -173,6 +178,7 @@ class ModelVictim:
         chat = self._tokenizer.chat_template is not None
         token_ids = encode([{"role": "user", "content": words}] if chat else words, self._tokenizer)
         if not token_ids:
+            # An empty prompt has no position from which a first token could be drawn.
             token_ids = [start_token(self._tokenizer)]
         if len(token_ids) > self._max_prompt_tokens:
             raise ValueError(
@@ -222,11 +228,13 @@ class ClassifierJudge:
                 f"{', '.join(labels)}."
             )
         self._index = labels.index(label)
+        # A softmax over one label is always 1.
         self._separate = config.problem_type == "multi_label_classification" or len(labels) == 1
 
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
         if not replies:
             return np.zeros(0)
+        # float64: probabilities near 0 or 1 are compared, and their logarithms taken.
         logits = self._encoder.logits(replies).double()
         return (logits.sigmoid() if self._separate else logits.softmax(dim=-1))[:, self._index].numpy()
 
@@ -248,6 +256,7 @@ class WordCounts:
     def _column_of(self, word: str) -> int:
         if word in self._column:
             return self._column[word]
+        # crc32 and not hash(): the same column in every process.
         return len(self._column) + zlib.crc32(word.encode()) % OTHER_COLUMNS
 
 
@@ -260,10 +269,12 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> np.ndarray:
+        # concatenate needs one array at least: no texts give [0, d].
         found = [np.zeros((0, self._encoder.model.config.hidden_size), np.float32)]
         for inputs in self._encoder.batches(texts):
             hidden = self._encoder.model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"].unsqueeze(-1).float()
+            # Over real tokens only: padding differs with the batch that a text is in.
             mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
             found.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
         return np.concatenate(found)

@@ -51,6 +51,7 @@ TRIVIAL = {
     "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
 }
 """Values by key of trivial facts, which a summary should leave out."""
+# The order of this dict is the order of keys: KEY_ORDER and canonical contents follow it.
 VALUES = {**IMPORTANT, **TRIVIAL}
 FILLERS = (
     "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
@@ -258,6 +259,7 @@ def claims(text: str) -> tuple[list[Fact], int]:
 
     claims("so day friday noon") == ([("day", "friday")], 2)
     """
+    # Greedy from the left: a word belongs to one claim at most.
     words, found, num_other = text.split(), list[Fact](), 0
     position = 0
     while position < len(words):

@@ -181,6 +181,7 @@ class Classifier(nn.Module):
             return self.body(**inputs).logits[:, 0].float()
         # A decoder's own forward looks for the last token that is not the padding token, and so reads before the EOS where
         # the two are the same, as in Pythia.
+        # Padding stands on the right, so last_N is the EOS or the last token of a cut-off response.
         hidden = self.body.base_model(**inputs).last_hidden_state
         # In float32: half precision has steps of 0.03 at a score of 4, and wins are decided by less.
         return nn.functional.linear(hidden[torch.arange(len(hidden)), batch.last_N].float(), head.weight.float())[:, 0]
@@ -267,6 +268,7 @@ def train_reward_model(
 
     Returns {"model": ..., "pairs": {...}, "accuracy": share of held-out pairs ranked as labelled, "loss": ..., ...}.
     """
+    # Steps: read and split the pairs, tokenise, fit, round to bfloat16, measure, standardise, save.
     started = time.monotonic()
     if not 0 < settings.learning_rate <= 1:
         raise ValueError(f"learning_rate={settings.learning_rate} is not between 0 and 1: give one such as 1e-5.")
@@ -379,6 +381,7 @@ def _pooled(model: RewardModel, pairs: Sequence[SequencedPair]) -> tuple[Tensor,
 
 
 def _batches(pairs: Sequence[SequencedPair], settings: RewardTraining) -> Iterator[Sequence[SequencedPair]]:
+    # Its own generator: the order of pairs does not depend on what torch draws.
     rng = random.Random(0)
     for _ in range(settings.epochs):
         # A new order in each epoch; the last batch of an epoch may be smaller.
@@ -389,6 +392,7 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     """Pairs to train on and pairs to measure on. All pairs of a prompt fall on one side."""
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
+        # A file of its own is taken as it is, also where prompts occur in both.
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
     # By the prompt's hash, not by place: a prompt with several pairs would leak to the other side.
     kept = [pair for pair in pairs if share_of(pair.prompt) >= HELD_OUT_SHARE]
@@ -413,6 +417,7 @@ def _sequenced(
             raise BadRow("over-long pair", f"{pair.place}: {longest} tokens, beyond the model's context of {context}.")
         return both[0], both[1]
 
+    # Checked for length here: how long a pair is depends on the tokenizer.
     kept = bad.keep(pairs, sequenced)
     bad.report()
     if not kept:
