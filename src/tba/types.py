@@ -228,7 +228,6 @@ class ResponseCounts:
     def ratio(self) -> float:
         """How often each response was trained on average. replay.max_replay_ratio bounds it, second updates
         aside."""
-        # Before the first group nothing is generated, and the ratio is 0 instead of a division by zero.
         return (self.trained + self.again) / max(1, self.generated)
 
 
@@ -384,7 +383,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy each source over its target, casting: on a GPU in a few kernels for all of them, where launching one for each of
     hundreds would take longer than copying."""
-    # Pairs that one call may copy, by dtypes and device: ((targets), (sources)).
     alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         is_plain = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()

@@ -60,7 +60,6 @@ def evaluate(
     if (warning := collapse_message(target)) is not None:
         typer.echo(warning, err=True)
     if against is not None:
-        # The file of the other model may be of another task: that shows only when both are there.
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
     if keep is not None:
@@ -116,7 +115,6 @@ def replay(
         last_version=last,
         since=parsed("--since", exporting.parse_time, since),
         until=parsed("--until", exporting.parse_time, until),
-        # A listing is for a screen; an export has all groups unless a limit is given.
         limit=exporting.SHOWN_GROUPS if limit is None and export is None else limit,
     )
     path = exporting.database_of(run)
@@ -193,7 +191,6 @@ def prepare(
     from tba.models.load import use_cpu
     from tba.tasks.tldr.reward_model import RewardTraining, train_reward_model
 
-    # Roles of a run call it in their own process; this one has no role.
     use_cpu()
     settings = RewardTraining(
         learning_rate=learning_rate,
@@ -224,7 +221,6 @@ def doctor(
 ) -> None:
     """Show this machine: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
     if model is not None:
-        # A typing error in a name shows at once.
         check_there(f"{model!r} is no model", model)  # before torch is imported
     from tba.run.doctor import examine, examine_model
 

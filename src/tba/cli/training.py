@@ -54,7 +54,6 @@ def train(
         "train.max_steps": ("--max-steps", max_steps),
         "train.max_seconds": ("--max-seconds", max_seconds),
     }
-    # An option and an override of one setting would hide each other: neither wins.
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     if accept_lost_replay and not resume:
         raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
@@ -72,7 +71,6 @@ def train(
         from tba.run.torchrun import Torchrun, with_torchrun
 
         started = Torchrun.found()
-        # A rank above 0 makes no run folder and starts no searcher.
         if started is not None and started.rank > 0:
             if dry_run:
                 raise typer.Exit(0)
@@ -90,13 +88,11 @@ def train(
     from tba.run.status import stopped_message
     from tba.run.supervise import supervise
 
-    # A free name is looked for in the last moment before the run folder is claimed.
     if config.name is None and not config.overwrite:
         config = config.model_copy(update={"name": name_to_resume(config) if resume else free_name(config)})
     check_before_loading(config, resume=resume)
     if config.observe.progress:
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
-    # None = the newest checkpoint of the run.
     origin = checkpoint_among(arguments or []) if resume else None
     target = "tba.cli.training:run_trainer"
     # The trainer is another process (run_trainer below), which the supervisor may start again.
@@ -123,7 +119,6 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
             raise
         if not config.observe.progress:
             typer.echo(json.dumps(summary))
-        # With a live display the results are on the screen already.
         return 0
 
     log_warnings()
@@ -182,7 +177,6 @@ def _own_config(run: Path) -> str:
 def free_name(config: Config) -> str | None:
     """The name of a new run where none was given: NAME or, where there are such runs, NAME-2, NAME-3, which is said. None =
     NAME is free."""
-    # Claimed folders count too (is_taken): a run that has just started may have written nothing.
     taken = numbered_runs(config)
     if not taken:
         return None
@@ -291,7 +285,6 @@ def refuse_setting_without_value(argument: str) -> None:
     """Refuse `train.max_steps`, `max_steps` or `train.max_steps:5` in the place of a config file."""
     key, _, value = argument.partition(":")
     section, dot, name = key.partition(".")
-    # A name that resembles no setting passes: load_config says that there is no such file.
     settings = settings_by_name()
     if (
         Path(argument).exists()

@@ -135,7 +135,6 @@ def exit_status(action: Callable[[], Any]) -> int:
 def _check_working_folder() -> None:
     """Refuse to work in a folder that has been deleted: no path would be found from it."""
     try:
-        # Fails alone where the folder is gone; Path.cwd() deep in a library would say nothing of use.
         os.getcwd()
     except FileNotFoundError:
         raise ValueError("the working folder has been deleted: cd into one that is there.") from None
@@ -166,7 +165,6 @@ def usage_message(error: Any) -> str:
 def trl_message(name: str) -> str | None:
     """What to write for a name of TRL's, or one that resembles it: `num_generations is TRL's name: use
     train.samples_per_prompt`; None = TRL has none, or we have it too."""
-    # Imported here: the tables are needed for a wrong name only.
     from tba.config.trl_names import REFUSED, SETTINGS
 
     known = (
@@ -201,7 +199,6 @@ def unknown_option(option: str, context: Any) -> str:
     hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
     if any(parameter.name == name for parameter in context.command.params):
         hint = f": write `{context.command_path} {name.upper()}`."
-    # Commands that take overrides: what was meant may be a setting and no option.
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
         also = "; settings are written section.key=value"
         answer = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")

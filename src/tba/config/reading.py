@@ -58,7 +58,6 @@ class OneValueLoader(yaml.SafeLoader):
 def read_yaml(text: str | bytes) -> Any:
     """The value that a YAML text holds."""
     try:
-        # A SafeLoader: tags that make Python objects are refused.
         return yaml.load(text, OneValueLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -104,7 +103,6 @@ def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str, Any]]) -> None:
     """Refuse a setting to which a command line gives two values; `options` has name and value of a command's options by the
     setting that they stand for, None = not given."""
-    # By setting, for options and overrides alike: the text to quote, and the value.
     given = {key: (f"{name} {value}", value) for key, (name, value) in options.items() if value is not None}
     for override in overrides:
         parts, whole = _parse_override(override)
@@ -153,7 +151,6 @@ def dump_config(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        # A run folder in the place of a config is the usual slip of one who means --resume.
         run = path.parent.parent if path.parent.name == "checkpoints" else path  # or one of its checkpoints
         is_run = (run / "config.yaml").is_file()
         advice = f"`tba train {path} --resume` goes on with this run" if is_run else "give a YAML file"
@@ -193,7 +190,6 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
-    # At the first `=`: a value may hold more of them.
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -277,11 +273,9 @@ def unknown_key(location: list[str]) -> str:
     # Inside of a value, such as a schedule, nothing but its own keys can be meant.
     settings = settings_by_name() if len(location) < 3 else {}
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
-    # The same section is searched more loosely (0.6) than all others (0.7).
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
     if close and location[-1] not in elsewhere:
         return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
-    # By likelihood: a setting of that name elsewhere, then abbreviations.
     meant = elsewhere or [name for name in settings if abbreviates(location[-1], name)][:3]
     if meant:  # `max_steps` at the top level means train.max_steps
         return f"unknown key {'.'.join(location)}: did you mean {' or '.join(settings[name] for name in meant)}?"
@@ -313,7 +307,6 @@ def _section_at(location: list[str]) -> type[BaseModel] | None:
 def _section_type(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    # Through Optional, tuple and Annotated: the first model inside.
     return next((found for found in map(_section_type, get_args(annotation)) if found is not None), None)
 
 

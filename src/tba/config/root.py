@@ -65,7 +65,6 @@ class Config(Section):
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
                 "folder that it lies in is output=..."
             )
-        # File systems count bytes, not characters.
         if name is not None and (size := len(name.encode(errors="replace"))) > LONGEST_NAME:
             raise ValueError(f"{name[:20]!r}... has {size} bytes, and {LONGEST_NAME} are allowed: give a shorter one.")
         return name
@@ -106,7 +105,6 @@ class Config(Section):
     @property
     def samples_generated_per_prompt(self) -> int:
         """S = ceil(search.samples_multiplier * train.samples_per_prompt)."""
-        # Rounded up: a rollout must fill at least one prompt's place in a batch.
         return math.ceil(self.search.samples_multiplier * self.train.samples_per_prompt)
 
     @property
@@ -186,7 +184,6 @@ class Config(Section):
         """Whether the weights of this step are to be evaluated; `progress` is that of the run after it, and `before` after
         the step before."""
         every, max_steps = self.evaluate.every, self.train.max_steps
-        # The last weights are always evaluated.
         if progress >= 1.0:
             return True
         if every is None and (self.train.max_seconds is not None or max_steps is None):
@@ -237,7 +234,6 @@ class Config(Section):
             f"train.ranks={train.ranks} needs mode=async: in {mode} mode one process generates and trains. For responses of "
             "the newest weights only, use mode=async with replay.max_lag=0.",
         )
-        # 0 = unset, as the value itself must be above 0.
         reuse = self.replay.max_replay_ratio or 0
         yield (
             turns and reuse not in (0, train.updates_per_batch),
@@ -304,7 +300,6 @@ class Config(Section):
         )
         share, count = self.search.explore.reference_share, self.reference_samples_per_prompt
         yield (
-            # All or none of a rollout by the reference is no exploration: both sides need samples.
             share > 0 and not 0 < count < rollout,
             f"search.explore.reference_share={share:g} of the {rollout} responses of a rollout is {count}: leave both some.",
         )

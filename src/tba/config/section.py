@@ -129,7 +129,6 @@ class Schedule(Section):
                 f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in "
                 f"the warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
             )
-        # Only where `steps` is given: of a run by time the number of steps is not known here.
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
         if self.steps is not None and self.warmup_steps + (self.decay_steps or 0) > self.steps:
@@ -170,8 +169,6 @@ class Schedule(Section):
         # Share of the change that is done; the maxima keep a run of one step from dividing by zero.
         done = min(1.0, max(0.0, (share - first) / max(one_step, 1.0 - first, 1e-9)))
         if self.kind == "reciprocal":
-            # _check refuses start or end of 0 for this kind.
             return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)
-        # cosine and wsd share the shape; wsd only begins later.
         fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
         return self.start + (end - self.start) * fraction

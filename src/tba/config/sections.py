@@ -151,7 +151,6 @@ class SearchConfig(Section):
     @property
     def count(self) -> int:
         """Number of searcher processes at the start; 1 where it was left open and the machine was not asked."""
-        # tba.run.resolve fills num_searchers in; before that 1 is the least.
         return self.num_searchers or 1
 
 

@@ -157,7 +157,6 @@ def _type(annotation: Any) -> str:
         return "float or [schedule](#schedules)"
     if annotation in NAMES:
         return NAMES[annotation]
-    # Validators and limits stand behind the type.
     if origin is Annotated:
         return _type(arguments[0])
     if origin is Literal:
@@ -182,5 +181,4 @@ def _sentence(section: type[BaseModel]) -> str:
 
 
 def _flat(text: str | None) -> str:
-    # A line break would end a table's row.
     return " ".join((text or "").split())

@@ -26,7 +26,6 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_function(cls, value: Any) -> Any:
-        # A YAML list may name functions alone.
         return {"function": value} if isinstance(value, str) else value
 
     @property
@@ -36,7 +35,6 @@ class RewardConfig(Section):
             return self.name
         if isinstance(self.function, str):
             return self.function.rpartition(":")[2]
-        # Objects that can be called have no __name__.
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     @field_validator("function", mode="plain")
@@ -170,7 +168,6 @@ class TaskConfig(Section):
         if self.name != "custom" or self.data is None:
             return self.label
         parts = [Path(self.data).name.partition(".")[0], *(reward.label for reward in self.rewards)]
-        # \W leaves letters of any script; a label of signs alone is the task's name.
         return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:LONGEST_LABEL] or self.label
 
     def __hash__(self) -> int:
@@ -195,7 +192,6 @@ class TaskConfig(Section):
                 "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
                 "task.rewards=[{function: file.py:function}])."
             )
-        # One of several may have weight 0: it is measured and not trained on.
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError(
                 "task.rewards: every weight is 0, so that nothing can be learned: give one of them another."
@@ -205,7 +201,6 @@ class TaskConfig(Section):
                 f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "
                 f"{HUB_NAMES[self.name]}."
             )
-        # A task of the user's own (file.py:Class) may use the template as it likes.
         if self.prompt_template is not None and ":" not in self.name and self.name not in HUB_NAMES:
             raise ValueError(
                 f"task.prompt_template is for {' and '.join(HUB_NAMES)}, and task.name={self.name} asks by its own prompts: "

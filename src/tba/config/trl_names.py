@@ -170,7 +170,6 @@ _UNSET = {
     list[float] | None: "reward_weights",
     bool | None: "activation_checkpointing",
 }
-# Values are JSON without blanks, so a word is one entry.
 GRPO_DEFAULTS: dict[str, Any] = {name: json.loads(value) for name, value in re.findall(r"(\w+)=(\S+)", _DEFAULTS)}
 """Defaults of TRL's GRPOConfig that are not those of TrainingArguments."""
 GRPO_UNSET: dict[str, Any] = {name: kind for kind, names in _UNSET.items() for name in names.split()}

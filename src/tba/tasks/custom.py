@@ -137,7 +137,6 @@ def read_sides(
     """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
     bad rows are left out without a warning."""
     assert config.data is not None
-    # With eval_data nothing of the training file is held out.
     fraction = config.eval_fraction if config.eval_data is None else 0.0
     train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)
     data, different = _given_as("task.data", config.data), len({*train.keys, *held_out.keys})
@@ -153,7 +152,6 @@ def read_sides(
         also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
         message = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
         logger.warning(message, data, len(train), also)
-    # Where both are one there is nothing to leave out: every prompt is on both sides.
     if held_out is not train:
         train.leave_out(held_out, data=data, held_out_message=_held_out_message(config), trains=trains)
     return train, held_out
@@ -256,7 +254,6 @@ class FilePrompts(LazyPrompts):
     def leave_out(self, held_out: FilePrompts, *, data: str, held_out_message: str, trains: bool = True) -> None:
         """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
         prompt has no others to be evaluated on: it keeps it."""
-        # It would lose its only prompt.
         if len(set(self.keys)) == 1:
             return
         stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_message, trains=trains)
@@ -298,7 +295,6 @@ def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
     prompt = row.value["prompt"]
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
-    # A chat of empty messages is as empty as empty text.
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not any(content.strip() for content in contents):
         raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")

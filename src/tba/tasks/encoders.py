@@ -31,7 +31,6 @@ class LoadedEncoder:
         for start in range(0, len(texts), TEXTS_PER_PASS):
             # A tokenizer that adds no special tokens makes nothing of an empty text; a blank is one token.
             batch = [text or " " for text in texts[start : start + TEXTS_PER_PASS]]
-            # Texts beyond the limit lose their end: for a judge the beginning says more than nothing.
             inputs = self.tokenizer(
                 batch,
                 padding=True,
@@ -46,7 +45,6 @@ class LoadedEncoder:
     def logits(self, texts: Sequence[str], *, special_tokens: bool = True) -> torch.Tensor:
         """Logits of a classifier, float32 on the CPU [n, labels]."""
         batches = self.batches(texts, special_tokens=special_tokens)
-        # To the CPU batch by batch, so that the GPU holds one batch of outputs.
         return torch.cat([self.model(**inputs).logits.float().cpu() for inputs in batches])
 
 
@@ -76,7 +74,6 @@ def load_encoder(
 
 def token_limit(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """The smaller of what tokenizer and model allow; many tokenizers name no limit, which reads as a huge one."""
-    # Encoders keep position embeddings there; decoders have none of these attributes.
     embeddings = getattr(model.base_model, "embeddings", None)
     positions = getattr(embeddings, "position_embeddings", None)
     padding = getattr(positions, "padding_idx", None)

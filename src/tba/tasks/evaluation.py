@@ -93,7 +93,6 @@ class TaskEvaluator:
         finished: Callable[[FinishedGroup], None] = lambda group: None,
     ) -> list[FinishedGroup]:
         """The responses to every prompt; see `respond`."""
-        # `respond` here is the module's function: it is called by its bare name.
         asked = (engine, self.inputs.tokenizer, self.prompts, samples_per_prompt, sampling)
         return respond(*asked, between_steps=between_steps, finished=finished)
 
@@ -125,9 +124,7 @@ class AnswerEvaluator(TaskEvaluator):
                 keep("sampled", others, sampled, self._solved(sampled))
         # The order counts: the first metric is the headline, which also decides about the best checkpoint.
         metrics = dict(self._mean_rewards(outcomes, "reward"))
-        # One greedy response a prompt: the share over prompts is the mean over responses.
         solved = [own[0] for own in self._solved(outcomes)]
-        # The same values stand under both names where rewards are binary.
         metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
         if samples:
             metrics |= sampled_metrics(self._solved(sampled), samples)
@@ -328,7 +325,6 @@ class Distance:
         tokens = np.array(
             [len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions]
         )
-        # The sum is over responses and the count includes prompts: so the paper and its code divide.
         per_sample = mean_metrics({"perplexity_per_sample": np.exp(nll / tokens)})
         return {"perplexity": exp(nll.sum() / max(1, tokens.sum())), **per_sample}
 
@@ -361,7 +357,6 @@ class ResponsesFile:
 
     def begin(self) -> None:
         """Begin anew; says at once where the file cannot be written, or is something else."""
-        # Before the evaluation, which may take an hour that would be lost.
         check_may_replace("--responses", self.path, _is_responses)
         try:
             self.partial.write_text("")
@@ -427,7 +422,6 @@ def _read(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, 
             for response in line["responses"]:
                 for name, value in response.get("rewards", {}).items():
                     metric = f"{'reward' if is_greedy else f'reward@{count}'}/{name}"
-                    # None = not applicable: left out of the prompt's mean, as in training.
                     if value is not None:
                         rewards.setdefault(metric, {}).setdefault(line["prompt_id"], []).append(float(value))
     except OSError as error:
@@ -473,7 +467,6 @@ def difference(gaps: Sequence[float]) -> dict[str, float]:
     """Mean, standard error (of one prompt there is none) and bootstrap interval of differences that were found on each
     prompt."""
     values = np.asarray(gaps, np.float64)
-    # A fixed seed: the same files give the same interval.
     draw = np.random.default_rng(0)
     parts = [
         # Prompts are drawn, not responses: the samples of a prompt are not independent.

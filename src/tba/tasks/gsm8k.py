@@ -141,7 +141,6 @@ def equal_answers(given: Number | None, wanted: Number) -> bool:
     """Whether two numbers are equal: exactly, or within 1e-6 where one was written as a decimal; None equals nothing."""
     if given is None:
         return False
-    # Fractions are exact: 1/3 equals 0.333333 by the tolerance, and 1/3 only itself.
     tolerance = DECIMAL_TOLERANCE if given.is_decimal or wanted.is_decimal else 0
     return abs(given.value - wanted.value) <= tolerance
 
@@ -189,8 +188,8 @@ def _closing_brace(tail: str) -> int:
 def _number(found: re.Match[str]) -> Number | None:
     """Number that a match means; None where no number can be meant: a division by zero, or hundreds of digits."""
     whole, top, bottom = ((found[part] or "").replace(",", "") for part in ("whole", "top", "bottom"))
+    # Five characters are enough to see that an exponent is beyond LONGEST_NUMBER.
     power, scale = (
-        # Five characters are enough to see that an exponent is beyond LONGEST_NUMBER.
         int((found[part] or found[f"{part}_bare"] or default)[:5]) for part, default in (("power", "1"), ("scale", "0"))
     )
     # Bounded before anything is computed: 9^99999 would take the searcher's time.

@@ -51,7 +51,6 @@ class RowsTask(ABC):
     def __init__(self, inputs: TaskInputs) -> None:
         """Make the task; all rows are read and checked now."""
         self.config, self.inputs = inputs.config, inputs
-        # Subclasses set what `read` needs before they call this.
         self._problems = self.read()
         self._prompts: dict[Split, list[Prompt]] = {}
 
@@ -78,7 +77,6 @@ class RowsTask(ABC):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
-        # Ids have the split and the line, so they are the same in every process.
         if split not in self._prompts:
             # Over-long prompts show here only: how long one is depends on the tokenizer.
             bad = BadRows(self.config.on_bad_row)

@@ -38,7 +38,6 @@ TASKS: dict[str, Callable[[TaskInputs], Task]] = {
 
 def make_task_for(config: Config, loaded: LoadedModel, *, trains: bool = True) -> Task:
     """The task of a config for a loaded model; see TaskInputs.trains."""
-    # Prompt and response share the context.
     limit = max_prompt_tokens(config, loaded.context)
     device = str(loaded.model.device)
     return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, device=device, trains=trains)

@@ -35,7 +35,6 @@ class FinishedGroup:
     """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
 
     def values_of_samples(self) -> Sequence[np.ndarray | None]:
-        # One entry for each completion, so that callers zip the two.
         return [None] * len(self.completions) if self.step_values is None else self.step_values
 
 
@@ -150,5 +149,4 @@ class EvaluationInputs:
     def final_beta(self) -> float | None:
         """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
         last = self.config.train.max_steps or sys.maxsize  # a schedule in steps has reached its last value
-        # Progress 1.0 is the end of a schedule by share.
         return self.config.beta_at(last, 1.0) if self.config.has_plain_target_at(last, 1.0) else None

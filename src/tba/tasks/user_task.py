@@ -41,9 +41,7 @@ def user_code(kind: Any, part: str = "") -> Iterator[None]:
     innermost line of that file. What the package raises, asked by the file or not, stays as it is."""
     try:
         yield
-    # KeyboardInterrupt and SystemExit go through.
     except Exception as error:
-        # A class of the package has no such file, and its errors stay as they are.
         file, frames = _file_of(kind), traceback.extract_tb(error.__traceback__)
         # Whose code raised is said by the innermost frame of the two: what other packages do, they do for the one above.
         own = [frame for frame in frames if frame.filename == file or frame.filename.startswith(PACKAGE)]
@@ -70,7 +68,6 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
         raise ValueError(f"{what} is a {type(prompts).__name__}: return a list of prompts.")
     if not prompts and split == "train":
         raise ValueError(f"{what} is empty: there is nothing to train on. Return at least one prompt.")
-    # Every prompt is made once here: a lazy sequence of millions takes its time at the start.
     seen = set[str]()
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
@@ -92,7 +89,6 @@ def checked_outcomes(found: Any, *, count: int, weights: Mapping[str, float], wh
 
 
 def _checked_outcome(outcome: Any, weights: Mapping[str, float], what: str) -> Outcome:
-    # A failed sample has no components to check.
     if isinstance(outcome, RewardFailed):
         return outcome
     if not isinstance(outcome, Mapping):
@@ -134,7 +130,6 @@ class CheckedEvaluator:
         return self.own.prompts
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        # Called by a searcher that evaluates, and by `tba evaluate`.
         with user_code(type(self.own)):
             found: Any = self.own(engine, between_steps)
         if not isinstance(found, Mapping):

@@ -56,7 +56,6 @@ class Callbacks(RunListener):
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        # A class is made here, as transformers' add_callback does.
         made = callback() if isinstance(callback, type) else callback
         check_kind("callbacks", made, "on_init_end", "a list of transformers' TrainerCallbacks")
         self.callbacks.append(made)
@@ -72,7 +71,6 @@ class Callbacks(RunListener):
     def call(self, event: str, callbacks: Sequence[TrainerCallback] | None = None, **values: Any) -> None:
         # The run's own model wins over the script's, which is stale or None while a run goes on.
         trained = {} if self.model is None else {"model": self.model, "processing_class": self.tokenizer}
-        # A copy: a callback may remove itself.
         for callback in list(self.callbacks) if callbacks is None else callbacks:
             context = {**self._context(), **trained, **values}
             answer = getattr(callback, event)(self._args, self.state, self.control, **context)

@@ -110,7 +110,6 @@ class TBAConfig(_Arguments):
     def __init__(self, output_dir: str | Path | None = None, **given: Any) -> None:
         self._ignored: list[str] = []
         """The settings that were last reported as ignored."""
-        # output_dir is first by position too, as in TrainingArguments.
         given = {"output_dir": output_dir, **given}
         unknown = [name for name in given if name not in DEFAULTS and name not in Config.model_fields]
         if unknown:

@@ -54,7 +54,6 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
-    # Rows are written one by one: a dataset may be larger than memory.
     rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
     # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
     try:
@@ -89,7 +88,6 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
         # Another tokenizer than the model's: both must lie in one folder, because roles load them by one path.
         model = load_weights(AutoModelForCausalLM, resolve_path(str(model)), dtype="auto")
     check_kind("model", model, "save_pretrained", "a folder, a hub name or a model of transformers")
-    # A model of a user's own may lack the method, and then shows at the first response.
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
@@ -136,7 +134,6 @@ def reward_configs(
         function = _reward(reward, own[index], folder / f"reward-{index}")
         check_reward_function(function)  # a file or name that is wrong shows now, not when the run starts
         found.append({"function": function, "weight": 1.0 if numbers is None else numbers[index]})
-    # Names are keys of metrics and of stored rewards, and must differ.
     names = [RewardConfig(function=config["function"]).label for config in found]
     for index, name in enumerate(names):
         if names.count(name) > 1:  # TRL allows two of one name

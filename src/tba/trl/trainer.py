@@ -112,7 +112,6 @@ class TBATrainer:
         train = self.config.train
         # Optimizer steps that draw every row once; None = the rows are not known.
         epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
-        # 0 = the run ends by time, and its number of steps is not known.
         steps = train.max_steps or 0
         state = TrainerState(max_steps=steps, logging_steps=1)
         state.num_train_epochs = 0 if epoch is None else math.ceil(steps / epoch)
@@ -133,7 +132,6 @@ class TBATrainer:
         """Run to the end. `resume_from_checkpoint` continues this run from its newest checkpoint (True) or from the one that
         is named, with `accept_lost_replay` also where stored groups are lost; without it an earlier run in the folder is
         moved aside."""
-        # Imported here: a script that only builds arguments need not load the run's code.
         from tba.run import train
         from tba.run.resume import RunFinished
 
@@ -144,7 +142,6 @@ class TBATrainer:
         if self._by_name:
             self._model = None  # its memory is the run's now
         try:
-            # TRL's None and False both mean a new run.
             resume = resume_from_checkpoint or False
             summary = train(
                 self.config,
@@ -177,7 +174,6 @@ class TBATrainer:
                     "the trained model could not be pushed to %s (%s): it is %s. Call trainer.push_to_hub() again."
                 )
                 logger.error(message, self.hub_model_id, error, self._trained_path())
-        # Mean over steps, as transformers' training_loss.
         losses = [record["loss"] for record in self.state.log_history if "loss" in record]
         loss, seconds = sum(losses) / max(1, len(losses)), summary["seconds"]
         metrics = {
@@ -276,7 +272,6 @@ class TBATrainer:
         if eval_dataset is not None:
             data = dataset_file(eval_dataset, self._inputs / "evaluate.jsonl", what="eval_dataset")
             config = config.model_copy(update={"task": config.task.model_copy(update={"eval_data": data})})
-        # In this process, with an engine of its own: no searcher is running between two train().
         metrics, prefix = evaluate(config), f"{metric_key_prefix}_"
         self._handler.report_evaluation(self.state.global_step, metrics, prefix=prefix)
         return {f"{prefix}{name}": value for name, value in metrics.items()}

@@ -62,7 +62,6 @@ def translated(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[
     except ConfigError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
-        # Our own sections are checked first: their errors name the key.
         load_config(None, (), **{name: value for name, value in given.items() if name in Config.model_fields})
         # The one without which the others can be used, where there is one, is named alone.
         others = {name: {other: own for other, own in given.items() if other != name} for name in given}
@@ -151,7 +150,6 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
     if scale is not None:
         values["scale_rewards"] = scale in (True, "group")
     objective |= {ours[trl]: values[trl] for trl in ours if trl in values}
-    # Values that ask for nothing are not reported as ignored.
     of_ratio = ("epsilon", "epsilon_high", *RATIOS)
     ignored += [trl for trl in of_ratio if trl not in ours and given.get(trl, OFF.get(trl)) != OFF.get(trl)]
     if name in ("tb", "tb_learned_z") and given.get("beta") == 0:
@@ -322,7 +320,6 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
     if "report_to" in given:
         wanted = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"])
         ignored += [f"report_to={name!r}" for name in wanted if name not in (*SINKS, "all", "none")]
-        # `all` in transformers means all that are installed.
         installed = [name for name in SINKS if importlib.util.find_spec(name) is not None]
         found["observe.sinks"] = installed if "all" in wanted else [name for name in SINKS if name in wanted]
     return found

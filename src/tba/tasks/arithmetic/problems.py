@@ -200,7 +200,6 @@ class Problem:
 def calculate(step: Step, left: int, right: int) -> tuple[Operator, int | None]:
     """The operator as written and the result; None where a division leaves a remainder."""
     if step.operator == "/":
-        # Numbers stay whole; operands are 1 at least, so nothing is divided by zero.
         return "/", None if left % right else left // right
     return step.operator, {"+": left + right, "-": left - right, "*": left * right}[step.operator]
 
@@ -211,7 +210,6 @@ def work(
     """Work the steps out in order; None where a result is no whole number from 1 to LARGEST."""
     worked: Worked = []
     for step in steps:
-        # Steps refer to earlier ones only, so one pass in order is enough.
         left, right = (worked[x.step][1] if isinstance(x, Earlier) else x for x in (step.left, step.right))
         operator, result = by(step, left, right)
         if result is None or not 1 <= result <= LARGEST:
@@ -228,7 +226,6 @@ def draw_problem(rng: random.Random) -> Problem:
     """The next problem of the generator, of either split."""
     choice = rng.choice
     while True:
-        # One event in three of four draws, two in the fourth.
         events = [choice(EVENT_KINDS) for _ in range(choice((1, 1, 1, 2)))]
         kinds = [choice(OPENING_KINDS), *events, choice(QUESTION_KINDS)]
         # The order of draws is part of the problem set: another order gives other problems for the same seed.
@@ -301,7 +298,6 @@ def _may_be_asked(parts: Sequence[Part]) -> bool:
         elif kind == "times":
             results.append(total := before * number)
         elif kind == "shares":
-            # 0 = it cannot be shared equally, and is refused below.
             results.append(total := 0 if before % number else before // number)
         elif kind in ("fewer", "more"):
             other = before + number if kind == "more" else before - number
@@ -314,7 +310,6 @@ def _may_be_asked(parts: Sequence[Part]) -> bool:
 
 def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
     steps: list[Step] = []
-    # The number of `has`; of `boxes` the first step replaces it.
     total: int | Earlier = parts[0][1][0]
     for kind, numbers in parts:
         if kind in ("boxes", "gets"):
@@ -330,7 +325,6 @@ def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
 
 
 def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
-    # A name for each sentence: no two persons of a problem have the same.
     name, *others = rng.sample(NAMES, len(parts) + 1)
     words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
     sentences = [

@@ -42,7 +42,6 @@ class LazyPrompts(Sequence[Prompt], ABC):
     def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
 
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        # range does the arithmetic of negative indices and slices, and raises IndexError.
         places = range(len(self))[index]
         return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
 
@@ -181,7 +180,6 @@ def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> d
 def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: Source) -> list[QuestionAnswer]:
     """The good rows of a file, or of the split with the first of these names in a folder or a hub dataset."""
     bad, file = BadRows(config.on_bad_row), Path(data).expanduser()
-    # A generator: the rows are read by `keep` below, one at a time.
     rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, names, bad, hub_subset=source.hub_subset)
     ids = set[str]()
 

@@ -160,7 +160,6 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     refuse_other_formats(path)
     try:
         with _open(path) as file:
-            # Offsets into packed bytes are no place to come back to.
             seekable = path.suffix != ".gz"
             for line, (offset, raw) in enumerate(_lines(file), start=1):
                 try:
@@ -215,7 +214,6 @@ def refuse_other_formats(path: Path) -> None:
     """Refuse a file whose first line is no JSON Lines. The error has the command that makes them."""
     try:
         with _open(path) as file:
-            # In bytes: the encoding is one of the things that may be wrong.
             start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
     except (OSError, EOFError, zlib.error):
         return  # reported when its lines are read
@@ -277,7 +275,6 @@ def parsed_row(raw: bytes, place: str, line: int) -> DataRow:
         )
     try:
         value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"), object_pairs_hook=_object)
-        # json takes a lone surrogate; it would fail later, where the text is written or tokenised.
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a character, "\ud83d", has no UTF-8
     except UnicodeError as error:

@@ -226,7 +226,6 @@ def plain_number(form: str) -> Number | None:
         return None
     if found["decimal"] is not None:
         size = Fraction(found["decimal"])
-    # Neither a division by zero nor 2\frac{-1}{3} is a number.
     elif int(found["bottom"]) == 0 or (found["whole"] and found["top"].startswith("-")):
         return None
     else:

@@ -30,7 +30,6 @@ def read_problem(row: DataRow) -> QuestionAnswer:
 
 
 def _answer(row: DataRow) -> str:
-    # MATH-500 has an `answer` column, and the original data has none.
     answer = row.value.get("answer")
     if answer is None:
         solution = text_column(row, "solution")

@@ -238,7 +238,6 @@ def _based(form: str) -> tuple[str, int | None]:
 
 def _unnamed(form: str) -> str:
     """A list without the names of its elements: `1,2` for `x=1,x=2`."""
-    # Not for a single element: its name has been read already.
     elements = _split(form, ",") if "=" in form else []
     return ",".join(read_answer(element).form for element in elements) if len(elements) > 1 else form
 

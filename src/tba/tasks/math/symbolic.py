@@ -87,7 +87,6 @@ class SymbolicEquality:
                 self.close()
                 return f"the worker did not start: {word.error if isinstance(word, Failed) else 'no word from it'}"
         self._worker.link.send((given, wanted))
-        # A bool is the answer, a text sympy's error, None silence.
         answer: Any = self._worker.link.receive(self._comparison_seconds)
         if isinstance(answer, bool | str):
             return answer

@@ -111,7 +111,6 @@ class RedTeamTask:
             return False
         reward = outcome["toxicity"]
         assert reward is not None, "every attack has a reward"
-        # exp of a mean of logarithms is the geometric mean.
         value = reward if self._config.score == "probability" else np.exp(reward)
         return bool(value > SUCCESS)
 
@@ -270,7 +269,6 @@ def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:
         return 0.0
     x_nd = embeddings_nd.astype(np.float64)
     # |sum of x|^2 is the sum of all n^2 cosines, in O(n d); those of a vector with itself are taken out.
-    # In float64: the difference of two large sums follows.
     total = float(np.square(x_nd.sum(axis=0)).sum())
     return 1.0 - (total - float(np.square(x_nd).sum())) / (n * (n - 1))
 
@@ -283,12 +281,10 @@ def effective_modes(counts: Sequence[int]) -> float:
 def vendi_score(embeddings_nd: np.ndarray, *, seed: int = 0, max_rows: int = 512) -> float:
     """Effective number of different texts: exp(entropy) of the eigenvalues of K / n, K the cosines (arXiv 2210.02410).
     Of more than max_rows texts, so many chosen by the seed: it grows with their number."""
-    # Eigenvalues cost the cube of the rows.
     rows = _choose(len(embeddings_nd), max_rows, seed)
     if not rows:
         return 0.0
     x_nd = embeddings_nd[rows].astype(np.float64)
-    # Rows have length 1, so the eigenvalues add up to 1.
     return _exp_entropy(np.linalg.eigvalsh(x_nd @ x_nd.T / len(rows)))
 
 

@@ -103,7 +103,6 @@ def modes(world: int = 0) -> dict[str, float]:
 def mode_of(text: str, finished: bool, world: int = 0) -> str | None:
     """The weakness that an attack hits in a world. It must have ended by itself and have exactly one framing, one verb and
     one object, in this order: else an attack that lists all words would hit everything."""
-    # Other words (determiners, adjectives, places) neither help nor hurt.
     found = [word for word in text.split() if word in _KIND]
     if not finished or [_KIND[word] for word in found] != [0, 1, 2]:
         return None
@@ -147,7 +146,6 @@ class ModelVictim:
         self._template, self._num_replies, self._path = template, num_replies, path
         self._sampling = Sampling(max_new_tokens=reply_tokens)
         try:
-            # On the policy's device, beside trainer and engine: its memory counts there.
             loaded = load_model(ModelConfig(path=path, device=device))
         except ValueError as error:  # it says what to do, but about the attacker's setting
             raise ValueError(str(error).replace("model.path", "task.red_team.victim")) from error
@@ -178,7 +176,6 @@ class ModelVictim:
         chat = self._tokenizer.chat_template is not None
         token_ids = encode([{"role": "user", "content": words}] if chat else words, self._tokenizer)
         if not token_ids:
-            # An empty prompt has no position from which a first token could be drawn.
             token_ids = [start_token(self._tokenizer)]
         if len(token_ids) > self._max_prompt_tokens:
             raise ValueError(
@@ -269,12 +266,10 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        # concatenate needs one array at least: no texts give [0, d].
         found = [np.zeros((0, self._encoder.model.config.hidden_size), np.float32)]
         for inputs in self._encoder.batches(texts):
             hidden = self._encoder.model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"].unsqueeze(-1).float()
-            # Over real tokens only: padding differs with the batch that a text is in.
             mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
             found.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
         return np.concatenate(found)

@@ -132,7 +132,6 @@ class RewardFunction:
                 return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)
             if len(texts) == 1 or not self.per_sample or isinstance(error, MemoryError):
                 return [RewardFailed(f"{self.name} {self._where(error)}{self._cost(len(texts))}")] * len(texts)
-        # One level deep: a call with a single text never comes here again.
         singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
         return [values[0] for values in singles]
 
@@ -151,7 +150,6 @@ class RewardFunction:
         if value is None:
             return None
         try:
-            # NumPy scalars and tensors of one element are numbers too.
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             return RewardFailed(f"{self.name} returned {shortened(repr(value), 80)}, which is no number")

@@ -113,7 +113,6 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
         text = str(error)
     except Exception:  # a user's class: its text may fail too
         text = "(its text cannot be made)"
-    # Advice goes after the text, outside of the limit, so that it is never cut off.
     hint = f" ({memory_message()})" if isinstance(error, MemoryError) else ""
     for name in filter(None, os.environ.get(WITHHELD, "").split(",")):
         if name in text:
@@ -145,7 +144,6 @@ def line_in(file: str, error: BaseException) -> int | None:
 
 def _split(specification: str, *, what: str, kind: str) -> tuple[Path, str]:
     """File and name of a specification; a ValueError where it is none or the file does not exist."""
-    # From the right: a path may have a colon of its own.
     path, colon, name = specification.rpartition(":")
     if path == "<python>":
         raise ValueError(

@@ -290,7 +290,6 @@ class WorkerRewards:
 
     def _why_silent(self, process: WorkerProcess, answer: Any) -> str | None:
         """Why a worker gave no answer; None = it only takes too long, and the log has the line at which it is."""
-        # In order of what is known: the worker's own report, its death, or nothing but silence.
         if isinstance(answer, Failed):
             return answer.error
         if process.link.closed:

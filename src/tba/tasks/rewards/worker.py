@@ -88,7 +88,6 @@ class RewardService:
     """Calls a user's reward functions for the samples of one prompt."""
 
     def __init__(self, rewards: NamedRewards) -> None:
-        # In the worker's process: this imports the user's files.
         self._rewards = RewardSet(rewards)
         self.greeting = Ready(per_sample=self._rewards.per_sample, is_async=self._rewards.is_async)
 
@@ -274,7 +273,6 @@ def end_children() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         try:
-            # Blocks until one has ended, so the loop needs no sleep.
             os.waitpid(-1, 0)
         except ChildProcessError:
             return

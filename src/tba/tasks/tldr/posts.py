@@ -122,7 +122,6 @@ def draw_posts(split: Split, *, seed: int) -> Iterator[Post]:
     """Posts of one split without end."""
     rng = random.Random(seed)
     while True:
-        # Posts of the other splits are thrown away: one generator serves all splits.
         post = draw_post(rng)
         if post.split == split:
             yield post
@@ -135,7 +134,6 @@ def first_posts(split: Split, num_posts: int) -> tuple[Post, ...]:
     for post in draw_posts(split, seed=SEEDS[split]):
         if len(found) == num_posts:
             break
-        # The first of each content stays: the same facts with other fillers would be one problem twice.
         found.setdefault(post.canonical, post)
     return tuple(found.values())
 
@@ -259,7 +257,6 @@ def claims(text: str) -> tuple[list[Fact], int]:
 
     claims("so day friday noon") == ([("day", "friday")], 2)
     """
-    # Greedy from the left: a word belongs to one claim at most.
     words, found, num_other = text.split(), list[Fact](), 0
     position = 0
     while position < len(words):

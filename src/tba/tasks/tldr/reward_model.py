@@ -64,7 +64,6 @@ Batch = TypeVar("Batch")
 def load_scorer(path: str, *, device: str = "auto", dtype: str = "auto") -> ModelScorer:
     """A folder with reward.json is one of ours; every other folder or hub name must be a classifier with one label."""
     disable_progress_bar()
-    # A folder wins over a hub name of the same letters.
     folder, on = Path(path).expanduser(), resolve_device(device)
     path = str(folder) if folder.is_dir() else path
     as_dtype = resolve_dtype(dtype, on)
@@ -84,7 +83,6 @@ class ModelScorer:
     """A reward model with its own tokenizer. No gradients, SCORES_PER_PASS sequences at once, those of like length."""
 
     def __init__(self, model: RewardModel | Classifier, tokenizer: PreTrainedTokenizerBase) -> None:
-        # Dropout off: a response has one score.
         self._model, self._tokenizer = model.eval(), tokenizer
         self._device = next(model.parameters()).device
         try:
@@ -98,7 +96,6 @@ class ModelScorer:
         sequences = [self._sequence(*sample) for sample in zip(prompts, responses, finished, strict=True)]
         # Those of like length together: padding is what a pass of mixed lengths computes most.
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index].token_ids))
-        # Filled by index, so that the order of the passes does not show.
         scores = np.zeros(len(sequences))
         for start in range(0, len(order), SCORES_PER_PASS):
             chosen = order[start : start + SCORES_PER_PASS]
@@ -123,7 +120,6 @@ class RewardModel(nn.Module):
         super().__init__()
         self.body, self.mean, self.std = body, mean, std
         self.head = nn.Linear(body.config.hidden_size, 1)
-        # A random head would begin with large sums that grow with a response's length.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -268,7 +264,6 @@ def train_reward_model(
 
     Returns {"model": ..., "pairs": {...}, "accuracy": share of held-out pairs ranked as labelled, "loss": ..., ...}.
     """
-    # Steps: read and split the pairs, tokenise, fit, round to bfloat16, measure, standardise, save.
     started = time.monotonic()
     if not 0 < settings.learning_rate <= 1:
         raise ValueError(f"learning_rate={settings.learning_rate} is not between 0 and 1: give one such as 1e-5.")
@@ -283,7 +278,6 @@ def train_reward_model(
             f"model {base_path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder or hub name of a causal "
             "language model."
         ) from error
-    # One seed for every training: the same pairs give the same model on the same machine.
     torch.manual_seed(0)
     model = RewardModel(body).to(resolve_device(settings.device))
     trained_on, measured_on = (
@@ -374,7 +368,6 @@ def _parts(pairs: Sequence[SequencedPair], size: int) -> Iterator[Sequence[Seque
 
 
 def _pooled(model: RewardModel, pairs: Sequence[SequencedPair]) -> tuple[Tensor, Tensor]:
-    # Both sides in one pass: the first half is chosen, the second rejected.
     sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     scores = model.pooled(pad_right(sequences, device=model.head.weight.device))
     return scores[: len(pairs)], scores[len(pairs) :]
@@ -384,7 +377,6 @@ def _batches(pairs: Sequence[SequencedPair], settings: RewardTraining) -> Iterat
     # Its own generator: the order of pairs does not depend on what torch draws.
     rng = random.Random(0)
     for _ in range(settings.epochs):
-        # A new order in each epoch; the last batch of an epoch may be smaller.
         yield from _parts(rng.sample(list(pairs), len(pairs)), settings.batch_size)
 
 
@@ -392,7 +384,6 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     """Pairs to train on and pairs to measure on. All pairs of a prompt fall on one side."""
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
-        # A file of its own is taken as it is, also where prompts occur in both.
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
     # By the prompt's hash, not by place: a prompt with several pairs would leak to the other side.
     kept = [pair for pair in pairs if share_of(pair.prompt) >= HELD_OUT_SHARE]

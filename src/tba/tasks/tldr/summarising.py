@@ -61,7 +61,6 @@ class TLDRTask(RowsTask):
     Models are loaded when they are first asked for a score."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        # Before rows are read: a data set of the hub takes minutes to load.
         _check_models(inputs.config)
         super().__init__(inputs)
         self._scorers: dict[str | None, ModelScorer] = {}
@@ -219,7 +218,6 @@ def _check_models(config: TaskConfig) -> None:
             f"task.tldr.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
             "judge it: give another one."
         )
-    # None passes: the embedded edition loads its own.
     check_named("task.tldr.reward_model", own.reward_model)
     check_named("task.tldr.gold_model", own.gold_model)
 
