@@ -308,10 +308,10 @@ class Batch:
     @cached_property
     def response_of_token(self) -> Tensor:
         """int64 [N]: which response each token belongs to."""
-        # With output_size given, repeat_interleave on a GPU need not ask the device how long its result is.
         device, lengths = self.token_ids_N.device, self.lengths
         responses = torch.arange(len(lengths), device=device)
         lengths = on_device(lengths, device)
+        # With output_size given, repeat_interleave on a GPU need not ask the device how long its result is.
         return torch.repeat_interleave(responses, lengths, output_size=len(self.token_ids_N))
 
     def per_token(self, value_PK: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def given_config(
         config = load_config(file, overrides, **values)
     except ConfigError as error:
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
-    # Only arithmetic and red_team have no data at all; no registered task takes rewards.
+    # Only arithmetic and red_team have no data at all; no other registered task takes rewards.
     for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
         if given and config.task.name != "custom" and config.task.name in without:
             raise ConfigError(

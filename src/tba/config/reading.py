@@ -230,7 +230,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        # Our own validators name keys in their messages, pydantic's never do.
+        # Some validators of ours name the key themselves: it must not stand there twice.
         names_its_key = f"{location[0]}." in message if location else True
         return message if names_its_key else f"{key}: {message}"
     if problem["type"] == "tuple_type":

@@ -187,7 +187,7 @@ class Config(Section):
         if progress >= 1.0:
             return True
         if every is None and (self.train.max_seconds is not None or max_steps is None):
-            # Each tenth of the run that this step has passed: the number of steps is not known.
+            # After the step that passes a tenth of the run: the number of steps is not known.
             return int(10 * progress) > int(10 * before)
         every = max(1, (max_steps or 0) // 10) if every is None else every
         return every > 0 and step % every == 0

@@ -79,7 +79,6 @@ def number_or(value: Any, *, also: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        # PyYAML follows YAML 1.1, which wants a point in 1.0e-5.
         return float(value)
     except ValueError:
         raise ValueError(f"{value!r} is not a number: write one, for example 1e-5, or {also}.") from None

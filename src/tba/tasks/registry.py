@@ -69,7 +69,7 @@ def make_task(
     trains: bool = True,
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
-    # A user's file is imported here, in every role: task code is trusted, unlike rewards.
+    # A user's file is imported here, in every role: only rewards have processes of their own.
     kind = _task_class(config.name)
     inputs = TaskInputs(
         config=config,

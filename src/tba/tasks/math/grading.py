@@ -211,7 +211,7 @@ class Comparison:
         # Rule 6: with variables any other parts are unfinished, with numbers alone only more of them.
         own, stored = leaves(given), leaves(wanted)
         unfinished = own != stored if VARIABLE.search(wanted) else own.total() > stored.total()
-        # Only stated expressions that look like the response are compared by symbols, which may take seconds each.
+        # Of a finished response only the stated expressions that look like it are suspects: symbols take long.
         stated = [(form, leaves(form)) for form in self.formulas.forms if form != wanted]
         suspects = [
             form

@@ -76,7 +76,6 @@ class RedTeamTask:
             max_tokens=inputs.max_prompt_tokens,
             place="task.red_team.prompt",
         )
-        # Random numbers are keyed by the prompt's id: with one id evaluations would repeat training's draws.
         self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
 
     @property

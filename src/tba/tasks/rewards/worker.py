@@ -188,7 +188,7 @@ def run_worker(descriptor: int) -> int:
         service = make()
     except (Exception, SystemExit) as error:  # a user's file: the searcher gets the error and stops the run
         traceback.print_exc()
-        # ValueErrors are the package's own messages, which name file and line already.
+        # ValueErrors are the package's own messages, which name the file already.
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
         return 1
     link.send(service.greeting)
