@@ -177,7 +177,6 @@ class Classifier(nn.Module):
             return self.body(**inputs).logits[:, 0].float()
         # A decoder's own forward looks for the last token that is not the padding token, and so reads before the EOS where
         # the two are the same, as in Pythia.
-        # Padding stands on the right, so last_N is the EOS or the last token of a cut-off response.
         hidden = self.body.base_model(**inputs).last_hidden_state
         # In float32: half precision has steps of 0.03 at a score of 4, and wins are decided by less.
         return nn.functional.linear(hidden[torch.arange(len(hidden)), batch.last_N].float(), head.weight.float())[:, 0]
