@@ -102,6 +102,7 @@ class Completion:
     @property
     def version(self) -> int:
         """The oldest version that chose one of its tokens: its lag is counted from there."""
+        # The oldest bounds the lag of every token: weights may change in the middle of a response.
         return min(version for _, version in self.version_spans)
 
 
@@ -154,6 +155,7 @@ class TrajectoryGroup:
     @property
     def version(self) -> int:
         """The oldest version behind any of its tokens; of a group that has trajectories."""
+        # A group whose rewards all failed has no trajectory, and min of nothing raises.
         return min(trajectory.completion.version for trajectory in self.trajectories)
 
 
@@ -173,6 +175,7 @@ class GroupId:
 
     @classmethod
     def parse(cls, text: str) -> GroupId:
+        # From the right: the last slash and the last dot end the sender, whatever it holds.
         source, _, number = text.rpartition("/")
         sender, _, incarnation = source.rpartition(".")
         if not sender or not incarnation or not number.isdecimal():
@@ -197,6 +200,7 @@ class HighWaterMarks:
 
     def passed(self, group: GroupId) -> bool:
         """Whether this group, or a later one of its source, has come."""
+        # Numbers begin at 0, so -1 stands for a source that has sent nothing.
         return group.number <= self._marks.get(group.source, -1)
 
     def raise_to(self, group: GroupId) -> None:
@@ -307,6 +311,7 @@ class Batch:
         device, lengths = self.token_ids_N.device, self.lengths
         responses = torch.arange(len(lengths), device=device)
         lengths = on_device(lengths, device)
+        # With output_size given, repeat_interleave on a GPU need not ask the device how long its result is.
         return torch.repeat_interleave(responses, lengths, output_size=len(self.token_ids_N))
 
     def per_token(self, value_PK: Tensor) -> Tensor:
@@ -320,7 +325,9 @@ class Batch:
 
     def sum_per_response(self, values_N: Tensor) -> Tensor:
         """Sum a token quantity over each response's chosen tokens -> [P, K], in fp32 (fp64 stays fp64)."""
+        # bfloat16 has 8 bits of mantissa: a sum of hundreds of log-probs in it would lose whole nats.
         values_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+        # Not a product with the mask: NaN times 0 is NaN, and unknown log-probs are NaN.
         masked_N = torch.where(self.loss_mask_N, values_N, torch.zeros_like(values_N))
         sums = torch.zeros(len(self.lengths), dtype=values_N.dtype, device=values_N.device)
         return sums.index_add(0, self.response_of_token, masked_N).view(self.shape)
@@ -328,11 +335,14 @@ class Batch:
     def take(self, prompts: Sequence[int]) -> Batch:
         """The given prompts with all their responses, in that order, with the totals of the full step."""
         K, index = self.shape[1], torch.as_tensor(prompts, dtype=torch.long)
+        # Responses are P-major, so prompt p owns the K rows from p * K on.
         responses = (index[:, None] * K + torch.arange(K)).flatten()
+        # Indices are made on the CPU, where offsets are: to make them on a GPU would wait for it.
         lengths, device = self.lengths[responses], self.reward_PK.device
         tokens, rows = on_device(self.tokens_of(responses), device), on_device(index, device)
         return replace(
             self,
+            # `totals` is not replaced: gradients of micro-batches add up to that of the whole step.
             prompt_ids=tuple(self.prompt_ids[p] for p in prompts),
             prompt_tokens=tuple(self.prompt_tokens[p] for p in prompts),
             offsets=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
@@ -344,11 +354,13 @@ class Batch:
     def tokens_of(self, responses: Tensor) -> Tensor:
         """int64 on the CPU: where the tokens of the given responses lie in N, response after response."""
         lengths = self.lengths[responses]
+        # Place in N minus place in the result: adding arange gives each token its place in N.
         starts = self.offsets[:-1][responses] - (lengths.cumsum(0) - lengths)
         return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
 
     def to(self, device: torch.device) -> Batch:
         """Move what objectives compute on; offsets and prompts stay on the CPU."""
+        # Offsets are read by Python to slice and split: on a GPU each read would wait for it.
         tensors = [*self._token_tensors(), *((name, getattr(self, name)) for name in RESPONSE_FIELDS)]
         moved: dict[str, Any] = {name: on_device(value, device) for name, value in tensors}
         rewards = {name: on_device(value, device) for name, value in self.rewards.items()}
@@ -364,6 +376,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device. A copy from the host does not wait for earlier work of the device; a copy back does."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
+    # Only a copy from pinned memory is asynchronous; from pageable memory CUDA waits in spite of the flag.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -380,6 +393,7 @@ def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
             own_sources.append(source)
         else:
             target.copy_(source)
+    # The rest (other layouts, other devices) was copied above one by one.
     for own_targets, own_sources in alike.values():
         torch._foreach_copy_(own_targets, own_sources)
 
@@ -394,12 +408,14 @@ def total_reward(components: Sequence[float | np.ndarray | None], weights: Seque
 
     total_reward([1.0, None], [0.5, 2.0]) == 0.5
     """
+    # A value that is left out counts 0 in the sum: weights of the others are not raised in its place.
     values = [np.nan_to_num(np.nan if value is None else value, nan=0.0) for value in components]
     return np.asarray(sum(weight * value for value, weight in zip(values, weights, strict=True)))
 
 
 def combined_reward(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
     """`total_reward` of one response: combined_reward({"right": 1.0, "short": None}, {"right": 0.5, "short": 2.0}) == 0.5"""
+    # By the components' own order: those of a response may be fewer than the weights.
     return float(total_reward(list(components.values()), [weights[name] for name in components]))
 
 
@@ -421,6 +437,7 @@ class Forward:
 
     def nothing(self) -> Forward:
         """The same outputs of no token and no prompt: gradients go through all of the model, and are zero."""
+        # A slice of length 0 keeps the graph, so that every FSDP rank takes part in the backward pass.
         parts = {known.name: getattr(self, known.name) for known in fields(self)}
         return replace(self, **{name: part[:0] for name, part in parts.items() if part is not None})
 

@@ -36,6 +36,7 @@ def evaluate(
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
     from tba.run.checks import check_evaluated, collapse_message, task_to_evaluate
 
+    # Checks in order of cost: torch is imported below, once all arguments are known to be good.
     check_evaluated(target)
     values = list(overrides or [])
     options = {
@@ -62,6 +63,7 @@ def evaluate(
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
     if keep is not None:
+        # From here on a partial file exists; `close` removes it where the evaluation fails.
         keep.begin()
     try:
         found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
@@ -71,6 +73,7 @@ def evaluate(
         if keep is not None:
             keep.close()
     if responses is not None and against is not None:
+        # After finish(): it is read back from the file under its own name.
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))
 
@@ -96,6 +99,7 @@ def replay(
     from tba.run import export_groups as exporting
     from tba.run.export_groups import decoder_of_run
 
+    # A ValueError of a parser becomes a usage error that names the option.
     def parsed(name: str, parse: Any, text: str | None) -> Any:
         try:
             return None if text is None else parse(text)

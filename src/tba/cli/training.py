@@ -66,6 +66,7 @@ def train(
         max_seconds=max_seconds,
     )
     # From here on torch may load, which takes seconds: all that is wrong with the arguments alone was said before.
+    # Under torchrun every rank runs this command: rank 0 goes on with the run, the others join it.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from tba.run.torchrun import Torchrun, with_torchrun
 
@@ -94,6 +95,7 @@ def train(
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
     origin = checkpoint_among(arguments or []) if resume else None
     target = "tba.cli.training:run_trainer"
+    # The trainer is another process (run_trainer below), which the supervisor may start again.
     status = supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay)
     if status == 128 + signal.SIGKILL:  # by a third Ctrl-C, or for want of memory: it could say nothing
         typer.echo(f"tba: {stopped_message(config, by_command=True)}", err=True)
@@ -106,6 +108,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 
     def run() -> int:
         try:
+            # Runs in the trainer's process, with the terminal of the command.
             summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host)
         except KeyboardInterrupt as stopped:
             raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
@@ -132,6 +135,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 def run_arguments(arguments: list[str]) -> list[str]:
     """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
     of that run."""
+    # The first argument that is no override decides which run is meant.
     for argument in arguments:
         if "=" in argument:
             continue
@@ -142,6 +146,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
             continue
         path = _run_or_checkpoint(argument, arguments)
         if path is not None and (run := run_of(str(path))) is not None:
+            # output and name last: the run goes on in its folder, also where that was moved since.
             others = [other for other in arguments if other != argument]
             return [_own_config(run.path), *others, f"output={run.path.parent}", f"name={run.path.name}"]
         if Path(argument).suffix not in (".yaml", ".yml"):
@@ -152,6 +157,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
                 "one of its checkpoints."
             )
     given = _settings(arguments)
+    # `tba train name=NAME --resume` without a config: the run's own is taken.
     run_path = _output(arguments) / given.get("name", "")
     if "name" in given and (run_path / "config.yaml").is_file() and all("=" in argument for argument in arguments):
         return [_own_config(run_path), *arguments]
@@ -192,6 +198,7 @@ def name_to_resume(config: Config) -> str | None:
 def numbered_runs(config: Config) -> dict[int, Path]:
     """Folders that a run has begun or claimed, and files, under the name of a config's run, by their number; the first has
     none."""
+    # Without a number it is run 1, so the next one is NAME-2.
     name = re.compile(re.escape(config.run_name) + r"(?:-(\d+))?")
     found = ((name.fullmatch(path.name), path) for path in config.output.glob("*"))
     return {int(m[1] or 1): path for m, path in found if m is not None and is_taken(path)}
@@ -205,6 +212,7 @@ def checkpoint_among(arguments: list[str]) -> Path | None:
     """The argument that is a checkpoint of a run: `--resume` goes on from there."""
     for argument in arguments:
         path = None if "=" in argument else _run_or_checkpoint(argument, arguments)
+        # A run folder has config.yaml, a checkpoint has not.
         if path is not None and not (path / "config.yaml").is_file():
             return path.absolute()
     return None
@@ -238,10 +246,12 @@ def given_config(
         refuse_setting_without_value(argument)
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
+    # Shortcuts are a layer between file and overrides, see load_config.
     values: dict[str, dict] = {}
     if model is not None:
         values["model"] = {"path": model}
     if data is not None or reward:
+        # Data or a reward of the user's own mean the task `custom`, unless an override names another.
         values["task"] = {"name": "custom"}
         if reward:  # otherwise those of the config file
             values["task"]["rewards"] = [{"function": function} for function in reward]
@@ -255,11 +265,13 @@ def given_config(
         config = load_config(file, overrides, **values)
     except ConfigError as error:
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
+    # Only arithmetic and red_team have no data at all; no other registered task takes rewards.
     for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
         if given and config.task.name != "custom" and config.task.name in without:
             raise ConfigError(
                 f"{option} is for task.name=custom, and task.name={config.task.name} has its own: leave out one of the two."
             )
+    # A model of the package belongs to a task: where only the model is named, its task is meant.
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
     from tba.run.checks import task_to_train

@@ -34,6 +34,7 @@ click's or typer's own copy of it depends on typer's version; an error of the ot
 def number(text: str, *, kind: type[int] | type[float], least: float | None) -> float:
     """Value of an option that is a number; `least` is the smallest that is allowed."""
     try:
+        # float() takes nan, which compares with nothing: it is refused as a text is.
         value: float = kind(text)
     except ValueError:
         value = math.nan
@@ -57,6 +58,7 @@ class Command(TyperCommand):
     """A command that refuses an option which is given twice, where click would take the last one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The parser's third result is the order of parameters as they were given, each time anew.
         given = self.make_parser(ctx).parse_args(list(args))[2]
         for option in dict.fromkeys(given):
             if given.count(option) > 1 and not option.multiple and option.nargs == 1:
@@ -92,6 +94,7 @@ class Commands(TyperGroup):
 
 def log_warnings() -> None:
     form = "%(levelname)s %(name)s: %(message)s"
+    # force: libraries that were imported before may have installed handlers.
     logging.basicConfig(level=logging.WARNING, format=form, handlers=[CurrentStderr()], force=True)
 
 
@@ -100,6 +103,7 @@ class CurrentStderr(logging.StreamHandler):
     that is written past it is lost under the display."""
 
     def __init__(self) -> None:
+        # Past StreamHandler's own, which would set `stream`, a property here.
         logging.Handler.__init__(self)
 
     @property
@@ -111,7 +115,9 @@ def exit_status(action: Callable[[], Any]) -> int:
     """Do something; errors that the user can mend are printed without a traceback."""
     try:
         _check_working_folder()
+        # Typer runs with standalone_mode=False, so its errors arrive here as exceptions.
         status = action()
+    # 2 = a mistake that the user can mend, as in click; 128 + 2 = stopped by Ctrl-C, as in shells.
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
         return 2
@@ -145,6 +151,7 @@ def usage_message(error: Any) -> str:
     """One line about a wrong call: what is wrong, the value, what is allowed, and what to write instead."""
     context, option, parameter = error.ctx, getattr(error, "option_name", None), getattr(error, "param", None)
     command = context.command_path if context is not None else "tba"
+    # By attributes: click's error classes cannot be imported reliably, see UsageError.
     if option is not None and context is not None and option not in option_names(context):
         return f"{command}: {unknown_option(option, context)}"
     if hasattr(error, "param_type"):  # only where a required argument or option was left out
@@ -177,6 +184,7 @@ def with_trl_names(message: str, unknown: Sequence[str]) -> str:
     for key in unknown:
         name, begin = key.rpartition(".")[2], f"unknown key {key}: "
         answer = trl_message(name)
+        # An exact name of TRL's beats a guess among ours; a resembling one does not.
         exact = answer is not None and answer.startswith(f"{name} ")
         lines = [
             f"{begin}{answer}" if answer and line.startswith(begin) and (exact or MEANT not in line) else line

@@ -36,6 +36,7 @@ class OneValueLoader(yaml.SafeLoader):
     """YAML's safe loader; a key that stands twice in a mapping is an error, where YAML's own keeps the last silently."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
+        # Only plain scalars are guessed at; text in quotes never comes here as an int.
         tag = super().resolve(kind, value, implicit)
         is_text = tag == "tag:yaml.org,2002:int" and not WHOLE_NUMBER.fullmatch(value)
         return "tag:yaml.org,2002:str" if is_text else tag
@@ -68,6 +69,7 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
 
 
 def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
+    # JSON form, so that a default looks like what YAML would have given in its place.
     defaults = Config().model_dump(mode="json")
     defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
     data = defaults
@@ -80,6 +82,7 @@ def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> 
             # `train={max_steps: 5}` leaves the other train settings as the file has them.
             data = merge(data, {key[0]: value})
         else:
+            # A dotted key sets this value whole: a mapping replaces what stood there.
             _set(data, key, value)
     return make_config(data)
 
@@ -88,6 +91,7 @@ def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """A layer without its sections and lists that hold nothing: all that stood below `train:` may be commented out."""
     found = {}
     for key, value in layer.items():
+        # An empty `train:` is None in YAML, and means the defaults; None of a plain setting is a value.
         default = defaults.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             found[key] = _without_empty(value, default)
@@ -123,6 +127,7 @@ def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), *
     """Whether any source of `load_config` sets a key of a section ("task.name"), which is not left at its default then."""
     section, _, name = key.partition(".")
     data = merge(_read_yaml(Path(path)) if path is not None else {}, values)
+    # A key given with its default value counts too: asked is whether the user wrote it.
     set_above = isinstance(data.get(section), Mapping) and name in data[section]
     return set_above or any(override.partition("=")[0] in (section, key) for override in overrides)
 
@@ -133,6 +138,7 @@ def make_config(data: Mapping[str, Any]) -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         found = ConfigError("\n".join(_explain(problem) for problem in error.errors()))
+        # Kept beside the text: `with_trl_names` in cli/usage.py rewrites the lines of these keys.
         extra = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
         found.unknown = tuple(".".join(map(str, location)) for location in extra)
         raise found from None
@@ -211,6 +217,7 @@ def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
             inner = {"start": inner}  # `beta: 0.05` in the file, `objective.beta.end=0.01` on the command line
         elif not isinstance(inner, dict):
             inner = {}
+        # What stood there may have been None or text: the override makes it a section.
         data[name] = inner
         data = inner
     data[key[-1]] = value
@@ -223,6 +230,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
+        # Some validators of ours name the key themselves: it must not stand there twice.
         names_its_key = f"{location[0]}." in message if location else True
         return message if names_its_key else f"{key}: {message}"
     if problem["type"] == "tuple_type":
@@ -279,6 +287,7 @@ def unknown_key(location: list[str]) -> str:
 
 def abbreviates(short: str, name: str) -> bool:
     """Whether a name is shortened to this: lr, learning_rate; temp, temperature; batch_size, per_device_batch_size."""
+    # `rest` is used up from left to right, so words must stand in the name's order.
     parts, rest = name.split("_"), iter(name.split("_"))
     return (len(parts) > 1 and short == "".join(part[:1] for part in parts)) or all(
         any(part == word or (len(word) > 2 and part.startswith(word)) for part in rest) for word in short.split("_")
@@ -286,6 +295,7 @@ def abbreviates(short: str, name: str) -> bool:
 
 
 def _section_at(location: list[str]) -> type[BaseModel] | None:
+    # Stops at the first part that is no section: a list's index, a schedule's key, an unknown name.
     section: type[BaseModel] | None = Config
     for name in location:
         if section is None or name not in section.model_fields:
@@ -306,6 +316,7 @@ def settings_by_name() -> dict[str, str]:
     Of several settings with one last part it is the first: `name` means the run's, not task.name.
     """
     sections = {name: _section_type(info.annotation) for name, info in Config.model_fields.items()}
+    # Top-level keys first, so that setdefault leaves them: `name`, `seed` and `output` mean the run's.
     keys = {name: name for name, section in sections.items() if section is None}
     for name, section in sections.items():
         for field in section.model_fields if section is not None else ():

@@ -72,6 +72,7 @@ class Config(Section):
     @field_validator("output")
     @classmethod
     def _check_output(cls, output: Path) -> Path:
+        # Path has made one slash of two: s3://bucket reads s3:/bucket here.
         if re.match(r"[a-z][a-z0-9+.-]+:/", str(output)):
             raise ValueError(
                 f"{str(output)!r} is an address, and runs are written to a folder of this machine: give one."
@@ -123,6 +124,7 @@ class Config(Section):
         arrival: replay.max_replay_ratio / train.updates_per_batch. None = there is no queue: the roles take turns,
         older responses are drawn too, or it is no whole number."""
         replay, updates = self.replay, self.train.updates_per_batch
+        # The ratio counts trainings of a response, and each batch is trained `updates` times.
         uses = (replay.max_replay_ratio or updates) / updates
         # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
         is_queue = not self.is_synchronous and not replay.imports and replay.on_policy_probability in (None, 1.0)
@@ -138,6 +140,7 @@ class Config(Section):
     @property
     def expires(self) -> bool:
         """Whether responses beyond replay.max_lag leave the buffer."""
+        # In a queue searchers bound the age before they generate: nothing generated is thrown away.
         return self.replay.max_lag is not None and self.mode != "fixed_lag" and not self.keeps_pace
 
     @property
@@ -162,6 +165,7 @@ class Config(Section):
         come, where their age is bounded otherwise."""
         if self.keeps_pace or self.expires:
             return None
+        # Two steps' worth: without a bound of age a fast searcher would fill the queue with ever older groups.
         return 2 * self.train.prompts_per_step
 
     @property
@@ -172,6 +176,7 @@ class Config(Section):
     def progress_at(self, step: int, seconds: float = 0.0) -> float:
         """Share of the run that is done after so many optimizer steps and seconds of training, 0 to 1: of train.max_steps
         or of train.max_seconds, whichever is nearer to its end."""
+        # The one nearer to its end counts; without any limit progress stays 0.
         limits = ((step, self.train.max_steps), (seconds, self.train.max_seconds))
         return min(1.0, max((used / limit for used, limit in limits if limit is not None), default=0.0))
 
@@ -182,12 +187,14 @@ class Config(Section):
         if progress >= 1.0:
             return True
         if every is None and (self.train.max_seconds is not None or max_steps is None):
+            # After the step that passes a tenth of the run: the number of steps is not known.
             return int(10 * progress) > int(10 * before)
         every = max(1, (max_steps or 0) // 10) if every is None else every
         return every > 0 and step % every == 0
 
     def beta_at(self, step: int, progress: float) -> float:
         assert self.objective.beta is not None, "filled in by tba.run.resolve"
+        # Pure functions of the step: a resumed run computes the same values without stored state.
         return self.objective.beta.at(step, progress=progress)
 
     def target_temperature_at(self, step: int, progress: float) -> float:
@@ -205,6 +212,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        # The first error alone: one wrong setting may break several rules.
         for is_wrong, words in (*self._turns(), *self._devices(), *self._sizes(), *self._contradictions()):
             if is_wrong:
                 raise ValueError(words)
@@ -242,6 +250,7 @@ class Config(Section):
             f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: use mode=async.",
         )
         # A second copy is worth something on another node only.
+        # Without an address Ray starts on this machine: one node.
         on_cluster = self.runtime.kind == "ray" and self.runtime.address is not None
         yield (
             self.replay.durability == "node" and (turns or not on_cluster),
@@ -284,6 +293,7 @@ class Config(Section):
             "make it smaller.",
         )
         yield (
+            # The newest published weights are up to publish_every - 1 steps old.
             replay.max_lag is not None and replay.max_lag < train.publish_every - 1,
             f"replay.max_lag={replay.max_lag} cannot be kept with weights every train.publish_every={train.publish_every} "
             f"steps: allow at least {train.publish_every - 1}.",

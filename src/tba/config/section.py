@@ -23,6 +23,7 @@ from pydantic import (
 class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
+    # validate_default: defaults pass through the validators too, so a path or device has one form.
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
@@ -31,6 +32,7 @@ class Section(BaseModel):
     @classmethod
     def _refuse_switches_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML reads yes and on as true, which Pydantic would take for the number 1."""
+        # One level of the type: `int | None` shows its parts here.
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
@@ -63,6 +65,7 @@ Device = Annotated[str, AfterValidator(_device)]
 def full_path(path: str) -> str:
     """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
     names, and what is not there, stay as they were written."""
+    # An empty path would be the working directory, which exists.
     found = Path(path).expanduser()
     return str(found.absolute()) if path and found.exists() else path
 
@@ -137,14 +140,17 @@ class Schedule(Section):
     @property
     def ends(self) -> tuple[float, float]:
         """Value after warm-up and value at the end."""
+        # An unset end is 0 for everything that changes.
         constant = self.start if self.kind == "constant" else 0.0
         return self.start, constant if self.end is None else self.end
 
     def at(self, step: int, *, progress: float) -> float:
         """Value for optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
+        # Before the shape: the jump holds wherever the schedule has come to.
         if self.end_from_step is not None and self.end is not None and step >= self.end_from_step:
             return self.end
         if step < self.warmup_steps:
+            # step + 1: the first update would otherwise have rate 0.
             return self.start * (step + 1) / self.warmup_steps
         if self.kind == "constant":
             return self.start
@@ -153,10 +159,13 @@ class Schedule(Section):
         share, one_step = progress, progress / max(1, step)
         if self.steps is not None:
             share, one_step = step / self.steps, 1.0 / self.steps
+        # Share at which the change begins; what follows is in shares too.
         first = self.warmup_steps * one_step
         if self.kind == "wsd":
+            # A decay lasts one step at least.
             decay = max(0.2, one_step) if self.decay_steps is None else self.decay_steps * one_step
             first = max(first, 1.0 - decay)
+        # Share of the change that is done; the maxima keep a run of one step from dividing by zero.
         done = min(1.0, max(0.0, (share - first) / max(one_step, 1.0 - first, 1e-9)))
         if self.kind == "reciprocal":
             return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)

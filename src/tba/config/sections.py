@@ -233,6 +233,7 @@ class ObjectiveConfig(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The objective's own settings that were given."""
+        # extra="allow" keeps unknown keys here; make_objective checks them by the objective's own model.
         return dict(self.model_extra or {})
 
 
@@ -318,6 +319,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _limit_steps(self) -> TrainConfig:
         if self.max_steps is None and self.max_seconds is None:
+            # Past Pydantic's own __setattr__: the section is frozen.
             object.__setattr__(self, "max_steps", DEFAULT_STEPS)  # and it still counts as unset
         return self
 

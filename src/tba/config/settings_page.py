@@ -95,6 +95,7 @@ def _sections(key: str, section: type[BaseModel]) -> Iterator[tuple[str, type[Ba
 def _rows(key: str, section: type[BaseModel]) -> Iterator[Row]:
     """Its settings; inner sections have headings of their own, and stand here only where there may be none."""
     for name, info in section.model_fields.items():
+        # A section that may be missing (model.lora) is a setting itself: None or {}.
         empty = not info.is_required() and info.get_default(call_default_factory=True) in (None, (), {})
         if inner_section(info.annotation) is None or empty:
             yield Row(f"{key}.{name}" if key else name, type_text(info), default_text(info), _flat(info.description))
@@ -103,6 +104,7 @@ def _rows(key: str, section: type[BaseModel]) -> Iterator[Row]:
 def _table(rows: Iterable[Row]) -> str:
     """One line for each setting; empty for none."""
     cells = [(f"`{row.key}`", row.kind, row.default, row.text) for row in rows]
+    # A bar in a cell would end it: Markdown wants a backslash (92) before it.
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in own)} |" for own in cells]
     head = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join([*head, *lines]) if lines else ""
@@ -122,6 +124,7 @@ def _about(kind: Any) -> str:
 def inner_section(annotation: Any) -> type[Section] | None:
     """The section that a field holds, alone, in a list or as one that may be None; schedules are values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
+        # A schedule is written in a setting's place, so it is described once and not under each.
         return None if annotation is Schedule else annotation
     return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
 

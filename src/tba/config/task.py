@@ -43,12 +43,14 @@ class RewardConfig(Section):
         if not isinstance(function, str) and not callable(function):
             raise ValueError(f"task.rewards[].function={function!r} is neither `file.py:name` nor a Python function.")
         if isinstance(function, str):
+            # In full: a resume or an evaluation may have another working directory.
             path, colon, name = function.rpartition(":")
             return f"{full_path(path)}:{name}" if colon else function
         return function
 
     @field_serializer("function", when_used="json")
     def _name_function(self, function: str | Callable[..., Any]) -> str:
+        # `_split` in load_function.py knows "<python>" and says that the function must be named again.
         return function if isinstance(function, str) else f"<python>:{getattr(function, '__name__', 'reward')}"
 
 

@@ -177,6 +177,7 @@ GRPO_UNSET: dict[str, Any] = {name: kind for kind, names in _UNSET.items() for n
 
 PLACES = {
     found[1]: name
+    # Reversed: of several names of one setting the first in the table wins.
     for name, meaning in reversed(SETTINGS.items())
     if (found := re.match(r"(?:= )?([a-z_]+\.[a-z_.]+)(?:[;,]|$)", meaning))
 }
@@ -194,6 +195,7 @@ COMMAND_LINE = {
 
 def python_message(text: str) -> str:
     """A message with the names that a script uses: `train.samples_per_prompt=1` is `num_generations=1`."""
+    # Phrases of the command line first, then every dotted setting that a script calls otherwise.
     for pattern, meaning in COMMAND_LINE.items():
         text = re.sub(pattern, meaning, text)
     return re.sub(r"\b[a-z_]+(?:\.[a-z_]+)+\b", lambda found: PLACES.get(found[0], found[0]), text)
@@ -205,6 +207,7 @@ def with_python_messages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # In place: type, traceback and attributes of the error stay.
         if error.args and isinstance(error.args[0], str):
             error.args = (python_message(error.args[0]), *error.args[1:])
         raise

@@ -55,6 +55,7 @@ class CustomTask:
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
+        # Without importing the rewards' files: they may load models, and every role makes the task.
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         self._functions = named_rewards(config.rewards)
         self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
@@ -140,6 +141,7 @@ def read_sides(
     train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)
     data, different = _given_as("task.data", config.data), len({*train.keys, *held_out.keys})
     if fraction > 0.0 and different < LEAST_TO_SPLIT:
+        # Read again, with nothing held out: held-out rows go back to their places.
         train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
         held_out = train
     elif not train:
@@ -164,6 +166,7 @@ def read_prompts(
         raise ValueError(f"task.data: file {path} does not exist.")
     names, ids = RowNames.of(path), set[int]()
     bad = BadRows(config.on_bad_row, names=names)
+    # sides[0] trains, sides[1] is held out.
     sides = [FilePrompts(path, lambda row: reader(row, path)) for _ in range(2)]
 
     def check(row: DataRow) -> None:
@@ -172,6 +175,7 @@ def read_prompts(
         if key in ids:
             raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
         ids.add(key)
+        # By the prompt's own hash: a row stays on its side whatever is added to the file.
         sides[share_of(prompt.text) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
@@ -226,16 +230,19 @@ class FilePrompts(LazyPrompts):
 
     def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
         self._path, self._read = path, read
+        # 64-bit arrays and no lists: 24 bytes a prompt with its key.
         self._offsets, self._lines = array("q"), array("q")
         self._kept: list[Prompt] | None = [] if path.suffix == ".gz" else None
         self.keys = array("Q")
         """Key of each prompt's question (question_key)."""
+        # Held open for the whole run, also where the file is removed or replaced.
         self._file = path.open("rb")
         weakref.finalize(self, self._file.close)  # left open, PYTHONWARNINGS=error shows it as a traceback of ours
         self._stamp = self._stamp_now()
 
     def add(self, prompt: Prompt, row: DataRow) -> None:
         """Add a row of the file, of which `read` has made this prompt."""
+        # Keys, offsets, lines and kept prompts are parallel: place i is the same prompt in all.
         self.keys.append(question_key(prompt.text))
         if self._kept is not None:
             self._kept.append(prompt)
@@ -264,6 +271,7 @@ class FilePrompts(LazyPrompts):
             raise RuntimeError(
                 f"{self._path} has changed since the run began: its prompts are no longer those checked."
             )
+        # Read and encoded again at each draw: a searcher draws a prompt once an epoch.
         self._file.seek(self._offsets[place])
         line = self._lines[place]
         return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))

@@ -72,6 +72,7 @@ def make_evaluator(
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
     with user_code(type(task), ".make_evaluator"):
         made = task.make_evaluator(inputs)
+    # Only code of a user's file is checked; AnswerEvaluator is ours also where a user's task returns it.
     own = ":" in config.task.name and type(made) is not AnswerEvaluator
     return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
@@ -114,6 +115,7 @@ class AnswerEvaluator(TaskEvaluator):
         # Submitted as soon as they are there: a slow reward is called while others are written.
         first = self.respond(engine, 1, greedy(self.sampling), between_steps, rewards.submit)
         others = self.respond(engine, samples, self.sampling, between_steps, rewards.submit) if samples else []
+        # Both passes are waited for at once, so that slow rewards of both are called side by side.
         found = outcomes_of(rewards, [*first, *others], between_polls=between_steps)
         outcomes, sampled = found[: len(first)], found[len(first) :]
         if keep is not None:
@@ -138,6 +140,7 @@ class AnswerEvaluator(TaskEvaluator):
         if not self._measures_means:
             return ["accuracy"]
         weights = self.task.reward_weights
+        # By all responses, not by the greedy ones alone: a graded reward may be 0 or 1 there by chance.
         rewards = [combined_reward(components, weights) for own in outcomes for components in _scored(own)]
         binary = bool(rewards) and all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in rewards)
         return ["accuracy", "solved"] if binary else ["solved"]
@@ -166,6 +169,7 @@ def _scored(outcomes: Sequence[Outcome]) -> list[Components]:
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Probability that at least one of k samples drawn without replacement is solved (unbiased, arXiv 2107.03374)."""
+    # comb(n, k) is 0 where k > n: with fewer than k failures every draw holds a solved one.
     return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
 
 
@@ -188,6 +192,7 @@ def reward_metrics(
     Responses without a reward, because it failed or because none was applicable, are left out, as in training; and so is one
     of several rewards where it is not applicable. A reward of weight 0 is measured here without being trained on.
     """
+    # Means are over prompts first: a prompt of which samples failed counts as much as the others.
     scored = [_scored(own) for own in outcomes]
     values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
     if len(weights) > 1:
@@ -212,6 +217,7 @@ class CountedEngine:
     def generate(
         self, requests: Iterable[Request | None], *, samples_per_prompt: int, **options: Any
     ) -> Iterator[Completion]:
+        # The number of responses must be known before the first, and an iterator can be gone through once.
         asked = list(requests)
         self._row["done"], self._row["of"] = 0, len(asked) * samples_per_prompt
         try:
@@ -219,6 +225,7 @@ class CountedEngine:
                 self._row["done"] += 1
                 yield completion
         finally:
+            # 0 = no evaluation goes on: the display then shows no progress; also where the caller stops early.
             self._row["of"] = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -246,6 +253,7 @@ def respond(
         sampling=sampling,
         between_steps=between_steps,
     ):
+        # Responses of all prompts come mixed; a group is whole when it has samples_per_prompt of them.
         own = completions[completion.prompt_id]
         own.append(completion)
         if len(own) == samples_per_prompt:
@@ -290,6 +298,7 @@ class Distance:
     def kl(self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None) -> np.ndarray:
         """KL in nats of each sampled response, float64 [n]: log pi - log pi_start, summed over its tokens."""
         completions = [completion for group in groups for completion in group.completions]
+        # Both sides at the training temperature: the difference is then the KL that training penalises.
         log_start = self._log_probs(groups, self.temperature, between_steps)
         return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
 
@@ -310,6 +319,7 @@ class Distance:
         """Perplexity under the start model as in the paper, of all responses as one text: exp(NLL of the responses / number
         of all tokens, prompts included); and `perplexity_per_sample`, the mean of each response's own, as in the official
         code."""
+        # Perplexity is of the model itself, at temperature 1, whatever training samples at.
         log_start = self._log_probs(groups, 1.0, between_steps)
         nll = np.array([-float(start.sum()) for start in log_start])
         tokens = np.array(
@@ -374,6 +384,7 @@ class ResponsesFile:
 
     def finish(self) -> None:
         """All responses are there."""
+        # Atomic: a reader sees the old file or the whole new one.
         os.replace(self.partial, self.path)
 
     def close(self) -> None:
@@ -400,6 +411,7 @@ def _read(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, 
     found: dict[str, dict[str, float]] = {}
     rewards: dict[str, dict[str, list[float]]] = {}
     try:
+        # Not splitlines: it also breaks at U+2028, which JSON text may hold as it is.
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         for line in lines:
             solved = [bool(response["solved"]) for response in line["responses"]]
@@ -427,11 +439,13 @@ def paired_differences(own: Path, other: Path) -> dict[str, dict[str, float]]:
     """For each metric that both files have: mean of own - other over the prompts of both, its standard error, and the
     interval that holds 95% of its bootstrap samples. Rewards that are all 0 or 1 are left out: the share that is solved says
     the same."""
+    # Differences are taken within a prompt: how hard a prompt is cancels out.
     (ours, our_rewards), (theirs, their_rewards) = _read(own), _read(other)
     for name in sorted(our_rewards.keys() & their_rewards.keys()):
         both = (our_rewards[name], their_rewards[name])
         if any(value not in (0.0, 1.0) for values in both for of_prompt in values.values() for value in of_prompt):
             ours[name], theirs[name] = ({id: float(np.mean(of)) for id, of in values.items()} for values in both)
+    # Sorted, so that the bootstrap draws the same prompts in every process.
     metrics = {name: sorted(set(ours[name]) & set(theirs[name])) for name in ours if name in theirs}
     if not any(metrics.values()):
         raise ValueError(
@@ -455,6 +469,7 @@ def difference(gaps: Sequence[float]) -> dict[str, float]:
     values = np.asarray(gaps, np.float64)
     draw = np.random.default_rng(0)
     parts = [
+        # Prompts are drawn, not responses: the samples of a prompt are not independent.
         values[draw.integers(0, len(values), (RESAMPLES_AT_ONCE, len(values)))].mean(axis=1)
         for _ in range(RESAMPLES // RESAMPLES_AT_ONCE)
     ]

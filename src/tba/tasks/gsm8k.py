@@ -100,6 +100,7 @@ def final_number(text: str) -> str | None:
 
     final_number("7*4=28\\n#### 1,028") == "1028"
     """
+    # The last marker: a policy that writes several is judged by what it ends with.
     _, marker, tail = text.rpartition(MARKER)
     found = NUMBER.match(tail.strip().removeprefix("$")) if marker else None
     return found.group().replace(",", "") if found else None
@@ -116,12 +117,15 @@ def given_answer(text: str) -> Number | None:
     given_answer("Half of 48 is 24, so 48 + 24 = **$72.00**.") == Number(Fraction(72), is_decimal=True)
     """
     text = _plain(text)
+    # The rule of the module's docstring, places 1 and 2; the whole text follows.
     for place, find in ((_marked(text), RIGHT_AFTER.match), (_boxed(text), QUANTITY.search)):
         # Each side with its equals sign, so that "- 5" has a sign.
         sides = [found for side in reversed(place.split("=")) if (found := find(f"={side}")) is not None]
         if sides:
+            # The last side that is worked out; a place with numbers and no such side is no answer at all.
             return next((_number(side) for side in sides if not NOT_WORKED_OUT.match(side.string, side.end())), None)
     for line in reversed(text.splitlines()):
+        # From the last line back, for a response may be long and most answers stand at its end.
         if every := list(QUANTITY.finditer(line)):
             return _number(every[-1])
     return None
@@ -143,10 +147,12 @@ def equal_answers(given: Number | None, wanted: Number) -> bool:
 
 def _plain(text: str) -> str:
     """LaTeX's and markdown's ways to write a number, as people write it: `1{,}000`, `\\frac{3}{4}`, `5\\text{ m}^2`."""
+    # Order matters: marks and markdown first, because the patterns below expect plain digits.
     for mark, plain in MARKS:
         text = text.replace(mark, plain)
     text = MARKDOWN.sub("", text)
     if "\\" in text or "^" in text:
+        # Both need a backslash or a power sign: most texts have none, and the patterns cost time.
         text = UNIT_POWER.sub("", FRACTION.sub(_fraction, text))
     return DOLLARS_AND_CENTS.sub(lambda found: f"{found[1]}.{found[2]:0>2}", text) if "cent" in text else text
 
@@ -170,6 +176,7 @@ def _boxed(text: str) -> str:
 
 def _closing_brace(tail: str) -> int:
     """Where the brace closes that was opened before `tail`; its end where none does."""
+    # Boxes hold braces of their own (\frac{1}{2}), so a pattern cannot find the end.
     depth = 1
     for position, character in enumerate(tail):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -181,9 +188,11 @@ def _closing_brace(tail: str) -> int:
 def _number(found: re.Match[str]) -> Number | None:
     """Number that a match means; None where no number can be meant: a division by zero, or hundreds of digits."""
     whole, top, bottom = ((found[part] or "").replace(",", "") for part in ("whole", "top", "bottom"))
+    # Five characters are enough to see that an exponent is beyond LONGEST_NUMBER.
     power, scale = (
         int((found[part] or found[f"{part}_bare"] or default)[:5]) for part, default in (("power", "1"), ("scale", "0"))
     )
+    # Bounded before anything is computed: 9^99999 would take the searcher's time.
     longest = max(len(whole), len(top) * max(1, abs(power)), len(bottom), abs(scale))
     if longest > LONGEST_NUMBER or (bottom and Fraction(bottom) == 0) or (power < 0 and Fraction(top) == 0):
         return None

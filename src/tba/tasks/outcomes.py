@@ -31,6 +31,7 @@ def why_no_reward(outcome: Outcome) -> str:
     """Why a sample has no reward; empty where it has one."""
     if isinstance(outcome, RewardFailed):
         return str(outcome)
+    # all() of no components is True: an empty outcome is no reward either.
     if all(value is None for value in outcome.values()):
         return "every reward was None (not applicable)"
     for name, value in outcome.items():

@@ -60,6 +60,7 @@ class RowsTask(ABC):
 
     def problems(self, split: Split) -> list[QuestionAnswer]:
         """The rows of a split; a ValueError where there are none."""
+        # A missing split and an empty one differ: the first was not given, of the second all rows were held out.
         if split not in self._problems:
             raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self.config.data)}")
         if not self._problems[split]:
@@ -117,6 +118,7 @@ class QuestionTask(RowsTask, RightOrWrong):
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         question, answer = prompt.columns["question"], prompt.columns["answer"]
         return [
+            # Cheap first: grading may ask sympy, which a cut-off response need not.
             {"exact_match": float(self._counts(completion) and self.is_right(text, question=question, answer=answer))}
             for text, completion in zip(texts, completions)
         ]
@@ -130,5 +132,6 @@ class QuestionTask(RowsTask, RightOrWrong):
         template = self.config.prompt_template
         if template is None:
             template = f"{{question}}\n\n{self.instruction}" if self._chat else self.template
+        # Not str.format: questions and templates are full of braces in LaTeX.
         text = template.replace("{question}", question)
         return [{"role": "user", "content": text}] if self._chat else text

@@ -45,6 +45,7 @@ def make_task_for(config: Config, loaded: LoadedModel, *, trains: bool = True) -
 
 def max_prompt_tokens(config: Config, context: int) -> int:
     """Longest prompt in tokens: what the model's context leaves beside the response, or the configured limit if smaller."""
+    # Every process checks published weights by the same sequence, which must fit.
     if context < CANARY_TOKENS:
         raise ValueError(
             f"the model's context of {context} tokens is too short: weights are checked by a sequence of {CANARY_TOKENS}. "
@@ -68,6 +69,7 @@ def make_task(
     trains: bool = True,
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
+    # A user's file is imported here, in every role: only rewards have processes of their own.
     kind = _task_class(config.name)
     inputs = TaskInputs(
         config=config,
@@ -80,6 +82,7 @@ def make_task(
     # Called in the trainer and in each searcher: a task must make the same prompts in all of them.
     with user_code(kind, ".__init__"):
         task = kind(inputs)
+    # A Protocol checks nothing at run time: a missing method would show where it is first called.
     missing = [part for part in TASK_PARTS if not hasattr(task, part)]
     if missing:
         raise ValueError(

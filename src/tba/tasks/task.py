@@ -142,6 +142,7 @@ class EvaluationInputs:
 
     def prompts(self, task: Task) -> Sequence[Prompt]:
         """The first evaluate.num_prompts prompts of evaluate.split."""
+        # The first ones and no draw: two runs are evaluated on the same prompts.
         return task.prompts(self.config.evaluate.split)[: self.config.evaluate.num_prompts]
 
     @property

@@ -102,6 +102,7 @@ def _checked_outcome(outcome: Any, weights: Mapping[str, float], what: str) -> O
             raise WrongOutcomes(
                 f"{what}.score returned {name!r}, without a weight: reward_weights has {', '.join(weights)}."
             )
+        # Plain floats: tensors and NumPy scalars would be pickled and stored as such.
         components[name] = None if value is None else _number(value)
         if value is not None and components[name] is None:
             raise WrongOutcomes(f"{what}.score returned {name}={value!r}: it is a number, or None = not applicable.")
@@ -111,6 +112,7 @@ def _checked_outcome(outcome: Any, weights: Mapping[str, float], what: str) -> O
 def _number(value: Any) -> float | None:
     """A number of any kind (NumPy's, a tensor of one) as a plain one; None = it is none."""
     try:
+        # float("1") works, and a text as a reward is a mistake.
         return None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         return None

@@ -38,6 +38,7 @@ class Callbacks(RunListener):
     ) -> None:
         """`context` gives what callbacks get besides where no run goes on: model, processing_class; `steps_per_epoch` is the
         number of optimizer steps that draw every row to train on once, None = not known."""
+        # Runs in the trainer's process, which waits while a callback runs.
         super().__init__()
         self.callbacks: list[TrainerCallback] = []
         self.state = state
@@ -68,11 +69,13 @@ class Callbacks(RunListener):
         return found[0] if found else None
 
     def call(self, event: str, callbacks: Sequence[TrainerCallback] | None = None, **values: Any) -> None:
+        # The run's own model wins over the script's, which is stale or None while a run goes on.
         trained = {} if self.model is None else {"model": self.model, "processing_class": self.tokenizer}
         for callback in list(self.callbacks) if callbacks is None else callbacks:
             context = {**self._context(), **trained, **values}
             answer = getattr(callback, event)(self._args, self.state, self.control, **context)
             self.control = self.control if answer is None else answer
+        # The run reads `stop`, `save` and `evaluate` after the step; a stop holds until the run ends.
         self.stop |= self.control.should_training_stop
         self.save, self.evaluate = self.control.should_save, self.control.should_evaluate
 
@@ -92,6 +95,7 @@ class Callbacks(RunListener):
     def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
         self.recall(past())
         self._come_to(step)
+        # train() may be called twice on one trainer: nothing of the first run may stay.
         self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
         self.control = TrainerControl()
         self.call("on_train_begin")
@@ -111,16 +115,20 @@ class Callbacks(RunListener):
         if not self._in_epoch and self._steps_per_epoch is not None:
             self._in_epoch = True
             self.call("on_epoch_begin")
+        # Requests hold for one step, as in transformers.
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
         self.call("on_step_begin")
+        # From here to step_ends what is heard is kept: transformers logs and saves after on_step_end.
         self._in_step = []
 
     def step_ends(self, step: int) -> None:
         self._come_to(step)
+        # None before the calls: what they cause must be passed on at once.
         heard, self._in_step = self._in_step or [], None
         self.call("on_step_end")
         for tell in heard:
             tell()
+        # After the step's own calls: on_epoch_end is the last of its last step.
         if self._epochs_at(step) > self._epochs_at(step - 1):
             self._end_epoch()
 
@@ -142,6 +150,7 @@ class Callbacks(RunListener):
     def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
         """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
         evaluated, which in an asynchronous run is an earlier one."""
+        # Not kept for after the step: callbacks see the evaluation with its own step.
         values, now = _of_evaluation(metrics, prefix), self.state.global_step
         self._come_to(step)
         self.log(step, values)
@@ -156,6 +165,7 @@ class Callbacks(RunListener):
             self._saved = step
             if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
                 wait()  # they may read it
+            # RUN/checkpoints/step-N: a callback looks for RUN/checkpoint-N, as TRL names it.
             link_checkpoints(path.parent.parent)
             self.call("on_save")
 
@@ -168,6 +178,7 @@ class Callbacks(RunListener):
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the best metric, with which EarlyStoppingCallback compares. It sees an evaluation before that counts."""
         evaluate, state = self._args.evaluate, self.state
+        # The same rule as the run's best checkpoint: `_first` names the metric where none was chosen.
         value = metrics.get(deciding_metric(evaluate.metric, self._first, metrics))
         if value is None:
             return
@@ -187,6 +198,7 @@ class Callbacks(RunListener):
 
     def _epochs_at(self, step: int) -> int:
         """Number of whole epochs after so many steps."""
+        # 1e-9: ten steps, at 10 / 3 steps an epoch, are three epochs in spite of rounding.
         return 0 if self._steps_per_epoch is None else math.floor(step / self._steps_per_epoch + 1e-9)
 
     def _come_to(self, step: int) -> None:

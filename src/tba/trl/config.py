@@ -59,6 +59,7 @@ class _Section(_Setting):
 
 def _defaults() -> dict[str, Any]:
     """TRL's default of every field."""
+    # From the installed transformers: its defaults change between versions.
     own = dataclasses.fields(TrainingArguments)
     found = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
     return {**found, **dict.fromkeys(GRPO_UNSET), **GRPO_DEFAULTS}
@@ -82,18 +83,22 @@ def _fields() -> list[tuple[str, Any, Any]]:
     helps = {field.name: field.metadata.get("help") for field in dataclasses.fields(TrainingArguments)}
     found = []
     for name, default in DEFAULTS.items():
+        # A parser gives the default itself where nothing was given: Unset marks it, a plain value could not.
         shown = default if default is None or name in TRUE else Unset(default)
         message = {"help": helps.get(name) or SETTINGS.get(name, "Ignored.")}
         found.append((name, TYPES[name], dataclasses.field(default=shown, metadata=message)))
     return found
 
 
+# TBAConfig has an __init__ of its own: that of TrainingArguments would set up devices.
 _Arguments: Any = dataclasses.make_dataclass(
     "_Arguments", _fields(), bases=(TrainingArguments,), init=False, repr=False, eq=False
 )
 for _name, _default in DEFAULTS.items():
+    # make_dataclass has put the Unset defaults there: reading an attribute must give a real value.
     setattr(_Arguments, _name, _Setting(DIRECT[_name]) if _name in DIRECT else _default)
 for _name in Config.model_fields.keys() - DEFAULTS.keys():
+    # _Section has __set__, so it wins over the instance's dict, in which the given mapping lies.
     setattr(_Arguments, _name, _Section(_name))
 _Arguments.output_dir = _Setting("output_dir")
 
@@ -111,6 +116,7 @@ class TBAConfig(_Arguments):
             close = difflib.get_close_matches(unknown[0], [*DEFAULTS, *Config.model_fields], n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else "docs/from_trl.md has TRL's names, `tba config` ours."
             raise ConfigError(f"TBAConfig has no argument {unknown[0]}: {hint}")
+        # dataclasses.replace and copies pass every field as it reads: what was given can no longer be told.
         is_copy = given.keys() >= DEFAULTS.keys() and not any(isinstance(value, Unset) for value in given.values())
         if is_copy:
             logger.warning(
@@ -120,6 +126,7 @@ class TBAConfig(_Arguments):
             value = _checked(name, value)
             is_default = (is_copy or name in TRUE) and value == DEFAULTS.get(name)
             if value is not None and not isinstance(value, Unset) and not is_default:
+                # Past the descriptors: `given` reads from __dict__ what was set.
                 self.__dict__[name] = value
         metric = self.metric_for_best_model
         if metric is not None and self.greater_is_better is None:  # as transformers decides it
@@ -134,6 +141,7 @@ class TBAConfig(_Arguments):
             return args
         if isinstance(args, Config):
             given = args.model_dump(mode="python", exclude_unset=True)
+            # Without save_total_limit all checkpoints would be kept, as in TRL: a Config says how many.
             return cls(**given | {"task": args.task.model_dump(), "save_total_limit": args.train.keep_checkpoints})
         if args is not None and not isinstance(args, Mapping):
             raise ConfigError(
@@ -158,12 +166,14 @@ class TBAConfig(_Arguments):
         with with_python_messages():
             for name, reason in REFUSED.items():
                 value = given.get(name, DEFAULTS[name])
+                # For the others 0, False, None and "no" ask for nothing; sapo_ and vespo_ are numbers, and 0 is a wish.
                 asks = value != DEFAULTS[name] if name.startswith(("sapo_", "vespo_")) else value and value != "no"
                 if asks and value != DEFAULTS[name]:
                     raise ConfigError(f"{name}={value!r} cannot be kept: {reason}.")
             others = DEFAULTS.keys() - SETTINGS.keys() - REFUSED.keys()
             ignored = [name for name in given if name in others and given[name] != DEFAULTS[name]]
             config = load_config(None, (), **translated(given, num_rows=num_rows, ignored=ignored))
+        # Resolved many times (attributes are read from it): the warning comes once for each list.
         if ignored and ignored != self._ignored:
             self._ignored = ignored
             message = (
@@ -191,6 +201,7 @@ def _checked(name: str, value: Any) -> Any:
     default, field = DEFAULTS.get(name), Config.model_fields.get(name)
     kind = None if field is None or name in DEFAULTS else field.annotation
     if isinstance(value, str) and value.startswith("{"):
+        # HfArgumentParser passes dicts as JSON text.
         with suppress(ValueError):  # a text may begin so too
             value = json.loads(value)
     if isinstance(kind, type) and issubclass(kind, BaseModel) and not isinstance(value, (Mapping, BaseModel)):

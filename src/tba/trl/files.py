@@ -34,6 +34,7 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
     if isinstance(dataset, (str, Path)):
         return str(Path(dataset).expanduser())
     path.parent.mkdir(parents=True, exist_ok=True)
+    # By process: two scripts may write the same dataset at once.
     written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
     try:
         with written.open("wb") as file:
@@ -41,9 +42,11 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
                 file.write(line)
                 contents.update(line)
         if path.is_file() and not filecmp.cmp(written, path, shallow=False):
+            # The file's own name stays: RowNames in tasks/data/rows.py knows the script's dataset by it.
             path = path.parent / contents.hexdigest() / path.name
             path.parent.mkdir(exist_ok=True)
         if not path.is_file():
+            # The whole file or none: searchers of another run may read that name now.
             os.replace(written, path)
     finally:
         written.unlink(missing_ok=True)
@@ -82,6 +85,7 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
 
         from tba.models.load import load_weights
 
+        # Another tokenizer than the model's: both must lie in one folder, because roles load them by one path.
         model = load_weights(AutoModelForCausalLM, resolve_path(str(model)), dtype="auto")
     check_kind("model", model, "save_pretrained", "a folder, a hub name or a model of transformers")
     if not getattr(model, "can_generate", lambda: True)():
@@ -113,6 +117,7 @@ def reward_configs(
     """The rewards of a run: functions, `file.py:name`, and reward models by name or as objects."""
     from tba.tasks.rewards.load_function import check_reward_function
 
+    # A single reward may be iterable itself, so only lists and tuples count as several.
     given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
     if not given:
@@ -151,6 +156,7 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
             tokenizer.save_pretrained(folder)
             tokenizer = folder
         return ModelReward(name, tokenizer and str(tokenizer))
+    # A model object is saved to disk: it would be pickled into every worker, weights and all.
     if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
         _save_with_tokenizer(reward, tokenizer, folder)
         name = getattr(reward.config, "_name_or_path", "") or "reward_model"
@@ -175,6 +181,7 @@ class ModelReward:
         self._loaded: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # Pickled on its way to a worker, which loads its own.
         return {**vars(self), "_loaded": None}
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -186,6 +193,7 @@ class ModelReward:
             else prompt + completion
             for chat, prompt, completion in zip(chats, prompts, completions)
         ]
+        # A chat template writes its special tokens itself: a second BOS would change the score.
         return encoder.logits(texts, special_tokens=not any(chats))[:, 0].tolist()
 
     def _load(self) -> Any:
@@ -219,6 +227,7 @@ def lora_config(peft_config: Any) -> dict[str, Any] | None:
             raise ConfigError(
                 f"peft_config: {name}={value!r} cannot be kept: the adapter is a plain LoRA. Leave it out."
             )
+    # PEFT keeps target_modules as a set, whose order differs between processes: sorted, one config.
     targets = peft_config.target_modules
     return {
         "rank": peft_config.r,
@@ -235,8 +244,10 @@ NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", 
 
 def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
     """Copy what `from_pretrained` loads, and the model's card, to a folder, which may be that of the run."""
+    # Optimizer state has suffixes of model files, and is left out by name.
     files = {file for pattern in MODEL_FILES for file in checkpoint.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
     target.mkdir(parents=True, exist_ok=True)
+    # Listed before they are written: a copy that breaks off leaves no file that the run does not know.
     if target.resolve() == run.resolve():
         list_as_saved(run, *(file.name for file in files))
     for file in files:
@@ -253,12 +264,14 @@ def link_checkpoints(run: Path) -> None:
     """Give the checkpoints of a run TRL's names, checkpoint-N in the run folder itself, as links; those of checkpoints that
     were dropped go."""
     for link in run.glob("checkpoint-*"):
+        # exists() follows the link: False = its checkpoint is gone.
         if link.is_symlink() and not link.exists():
             link.unlink()
     for step, path in RunFolder(run).checkpoints_by_step().items():
         link = run / f"checkpoint-{step}"
         try:
             if not link.is_symlink():
+                # Relative, so that a run folder can be moved.
                 link.symlink_to(path.relative_to(run))
         except OSError as error:  # a folder of another user, or a disk without links
             _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")

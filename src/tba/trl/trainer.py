@@ -73,6 +73,7 @@ class TBATrainer:
         _refuse(others)
         if train_dataset is None:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
+        # Order: refuse what is cheap to see, write the data, count its rows, resolve steps and epochs by them.
         self.args = TBAConfig.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._tokenizer = processing_class
@@ -88,15 +89,19 @@ class TBATrainer:
             else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
             "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs),
         }
+        # Epochs become steps by the rows that are trained on, held-out ones not counted.
         rows = num_train_prompts(TaskConfig(**task))
         settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
+        # The dumped task would have functions by name only; `task` holds the functions themselves.
         settings |= {"task": task, "output": str(folder.parent), "name": folder.name}
+        # A model object is saved: searchers are other processes and load it from there.
         settings["model"]["path"] = model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
         self.config: Config = load_config(None, (), **settings)
         """The config of the run, in our names."""
         check_sinks(self.config)
         self._by_name = isinstance(model, (str, Path))
+        # A script's own object is kept, so that it holds the trained weights after train(), as in TRL.
         self._model: Any = None if self._by_name else self._adapted(model)
         self._has_trained = False
         """Whether the checkpoints of the run folder are of this trainer, and not of an earlier run of that name."""
@@ -152,11 +157,13 @@ class TBATrainer:
             self.state.global_step = summary["steps"]
         finally:
             link_checkpoints(self.run_folder)
+        # Also after RunFinished: the checkpoints are those of this config's run.
         self._has_trained = True
         best = RunFolder(self.run_folder).checkpoints_by_step("best-step-")
         self.state.best_model_checkpoint = str(best[max(best)]) if best else None
         if (path := self._trained_path()) is not None:
             (path / CARD).write_text(model_card(self.config, summary), encoding="utf-8")
+        # Not loaded otherwise: most scripts only save, and the model may be large.
         if self._model is not None:
             self._load_trained()
         if self.args.push_to_hub:
@@ -223,6 +230,7 @@ class TBATrainer:
         """The start model before train(), with the trained weights after it; with peft_config a PeftModel."""
         if self._model is None:
             start = self.config.model.path
+            # With LoRA the checkpoint is an adapter: base first, its trained weights by _load_trained.
             path = start if self.config.model.lora is not None else self._trained_path() or start
             self._model = self._adapted(self._loaded(str(path)))
             self._load_trained()
@@ -320,6 +328,7 @@ class TBATrainer:
         """Upload the trained model to the hub, through huggingface_hub; returns the commit, once it is done. `card` is
         for TRL's model card: the card here is made of the run."""
         hub = self._make_repository(token, private)
+        # The checkpoint's folder also holds optimizer state: what is pushed is what save_model writes.
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
             return hub.upload_folder(
@@ -355,6 +364,7 @@ class TBATrainer:
     def _config_of_weights(self) -> Config:
         """The config of the run with the trained weights as its model, the start model before train()."""
         path, model = str(self._trained_path() or self.config.model.path), self.config.model
+        # A trained adapter is loaded by its own config: `lora` would put a new one on top.
         lora = None if (Path(path) / "adapter_config.json").is_file() else model.lora
         return self.config.model_copy(update={"model": model.model_copy(update={"path": path, "lora": lora})})
 
@@ -368,6 +378,7 @@ class TBATrainer:
 
             set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"))
         elif not self._by_name:  # by its name it was loaded from there
+            # In place: the script's other references to the object see the trained weights.
             self._model.load_state_dict(self._loaded(str(path)).state_dict())
 
     def _context(self) -> dict[str, Any]:

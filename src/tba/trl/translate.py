@@ -57,6 +57,7 @@ ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fu
 def translated(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[str]) -> dict[str, Any]:
     """TRL's names as sections of ours, which win where both are given."""
     try:
+        # All arithmetic on a script's values is in there, so wrong types show as errors of it.
         return _sections(given, num_rows=num_rows, ignored=ignored)
     except ConfigError:
         raise
@@ -81,6 +82,7 @@ def _sections(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[s
     of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
     own = {name: value for name, value in given.items() if name in Config.model_fields}
     steps = Steps(of_trl, own, num_rows)
+    # Dotted places until the end; later parts overwrite earlier ones.
     settings = {place: of_trl[name] for name, place in DIRECT.items() if name in of_trl}
     settings |= _run(of_trl, ignored) | _objective(of_trl, own, ignored) | steps.settings()
     settings |= _optimizer(of_trl, steps, ignored) | _reports(of_trl, steps, ignored)
@@ -89,6 +91,7 @@ def _sections(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[s
         for part in reversed(place.split(".")):
             value = {part: value}
         found = merge(found, value)
+    # Our sections last: what is given in our names wins over TRL's.
     return merge(found, own)
 
 
@@ -105,6 +108,7 @@ def _run(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
     name, folder = given.get("run_name"), given.get("output_dir")
     found: dict[str, Any] = {}
     if folder is not None:
+        # output_dir is the run folder itself, which here is output/name.
         found |= {"output": str(Path(folder).parent), "name": Path(folder).name}
     if name is not None:
         found["name" if folder is None else "observe.label"] = name
@@ -134,10 +138,12 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
     """The loss, what belongs to its ratio, and its reference."""
     loss = given.get("loss_type")
     objective = {} if loss is None else dict(LOSSES.get(loss, {"name": loss}))
+    # The objective decides what epsilon and its kin are called, or whether they mean anything.
     name = (own.get("objective") or {}).get("name", objective.get("name", "tb"))
     ours = CLIPS.get(objective.get("surrogate", name), {}) | (RATIOS if name in ("grpo", "dr_grpo") else {})
     values = dict(given)
     if "epsilon" in given and "epsilon" in ours:
+        # In TRL epsilon is the upper bound too, unless epsilon_high is given.
         values.setdefault("epsilon_high", given["epsilon"])
     if (scale := given.get("scale_rewards")) not in (None, True, False, "group", "none"):
         raise ConfigError(f'scale_rewards="{scale}" cannot be kept: use "group" or "none".')
@@ -155,6 +161,7 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
     if given.get("mask_truncated_completions"):
         found["train.truncated"] = "drop"
     if given.get("sync_ref_model"):
+        # 512 is TRL's default, which counts here because sync_ref_model asks for resets.
         found["reference.reset_every"] = given.get("ref_model_sync_steps", 512)
         if given.get("ref_model_mixup_alpha", 1.0) != 1.0:
             raise ConfigError(
@@ -175,14 +182,17 @@ class Steps:
             raise ConfigError(
                 f"num_generations={self.samples}: a prompt needs 1 response at least, and most objectives 2."
             )
+        # None = no batch size was given: our default, rounded to whole groups.
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
         updates = int(train.get("updates_per_batch", given.get("num_iterations", DEFAULTS.updates_per_batch)))
+        # Each batch of prompts is trained `updates` times, and each time is a step.
         self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that draw every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
         self._is_timed = train.get("max_seconds") is not None
+        # Order as in transformers: max_steps wins over num_train_epochs; -1 = not given.
         self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
         if epochs is not None and not 0 < epochs < math.inf:
             raise ConfigError(f"num_train_epochs={epochs} is no number above 0: write one, such as 1, or max_steps.")
@@ -198,6 +208,7 @@ class Steps:
         batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
         if batch is None and accumulated is None:
             return given.get("generation_batch_size")
+        # 8 and 1 are TRL's defaults, which count as soon as one of the two is given.
         responses = (8 if batch is None else batch) * (1 if accumulated is None else accumulated) * ranks
         if responses % self.samples:
             raise ConfigError(
@@ -219,6 +230,7 @@ class Steps:
     @property
     def most(self) -> int:
         """As many steps as the run can have."""
+        # For limits such as keep_checkpoints: a timed run has no number of steps.
         return self.max_steps or (sys.maxsize if self._is_timed else DEFAULT_STEPS)
 
     def of(self, name: str, value: float) -> int:
@@ -245,6 +257,7 @@ class Steps:
         if self.responses is not None:
             found["train.responses_per_step"] = self.responses
         elif "num_generations" in self._given:
+            # Our 128 need not be a multiple of the group size that was given.
             found["train.responses_per_step"] = self._default(self.samples)
         if self.max_steps is not None:
             found["train.max_steps"] = self.max_steps
@@ -261,6 +274,7 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> di
     if "adam_beta1" in given or "adam_beta2" in given:
         found["train.adam_betas"] = (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999))
     if "max_grad_norm" in given:
+        # transformers says 0 for no clipping, and we say None.
         found["train.max_grad_norm"] = given["max_grad_norm"] or None
     if not 0 <= (given.get("warmup_ratio") or 0) <= 1:
         raise ConfigError(f"warmup_ratio={given['warmup_ratio']} is no share of the run: write one from 0 to 1.")
@@ -277,6 +291,7 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> di
         schedule: dict[str, Any] = {"kind": SCHEDULES[kind], "start": rate}
         schedule["warmup_steps"] = steps.of("warmup_steps", warmup) if warmup else 0
         if SCHEDULES[kind] != "constant":
+            # min_lr is a rate, min_lr_rate a share of the highest one.
             schedule["end"] = options.get("min_lr", options.get("min_lr_rate", 0.0) * rate)
         if "num_decay_steps" in options:
             schedule["decay_steps"] = options["num_decay_steps"]
@@ -290,9 +305,11 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
     logging = 500 if given.get("logging_steps") is None else steps.of("logging_steps", given["logging_steps"])
     found: dict[str, Any] = {"train.keep_checkpoints": limit if limit > 0 else steps.most}  # as many as can be
     if "save_strategy" in given or "save_steps" in given:
+        # The best checkpoint is kept by every run, so `best` needs no interval.
         is_best = _strategy(given, "save_strategy") == "best"
         found["train.checkpoint_every"] = None if is_best else steps.every("save", default=500)
     if "eval_strategy" in given or "eval_steps" in given:
+        # eval_steps falls back to logging_steps, as in transformers; 0 = both ends only.
         found["evaluate.every"] = steps.every("eval", default=logging) or 0
     if "metric_for_best_model" in given:
         name = str(given["metric_for_best_model"]).removeprefix("eval_")

@@ -92,6 +92,7 @@ class ArithmeticTask(RightOrWrong):
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split not in self._prompts:
             count = {"train": self._num_train, "held_out": HELD_OUT_PROBLEMS, "validation": VALIDATION_PROBLEMS}[split]
+            # Problems differ by a few words only, so the first stands for all.
             self._prompt(split, 0, train_problems(1)[0])  # whether prompts fit the model's context shows at once
             self._prompts[split] = ProblemPrompts(count, partial(self._problems, split), partial(self._prompt, split))
         return self._prompts[split]
@@ -132,6 +133,7 @@ class ProblemPrompts(LazyPrompts):
 
     @cached_property
     def _problems(self) -> Sequence[Problem]:
+        # Drawn once and kept as small objects; tokens are made at each `at`.
         return self._draw()
 
     def __len__(self) -> int:
@@ -177,6 +179,7 @@ class Problem:
     @property
     def split(self) -> Side:
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        # blake2b and not hash(): Python's differs between processes.
         return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else "train"
 
     @property
@@ -225,6 +228,7 @@ def draw_problem(rng: random.Random) -> Problem:
     while True:
         events = [choice(EVENT_KINDS) for _ in range(choice((1, 1, 1, 2)))]
         kinds = [choice(OPENING_KINDS), *events, choice(QUESTION_KINDS)]
+        # The order of draws is part of the problem set: another order gives other problems for the same seed.
         parts = [(kind, tuple(map(choice, NUMBERS.get(kind, (range(2, 16),))))) for kind in kinds]
         if _may_be_asked(parts):
             canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
@@ -250,12 +254,14 @@ def held_out_problems() -> tuple[Problem, ...]:
 def validation_problems(num_train: int) -> tuple[Problem, ...]:
     """Problems to tune on: like the held-out set, but of contents that could be trained on and that the run's num_train
     problems leave out. Those are the rarer ones, so these are a little longer: 3.2 steps on average, against 3.1."""
+    # By content: the same numbers with other names would be known to the policy.
     trained_on = {problem.canonical for problem in train_problems(num_train)}
     return _distinct_problems("train", VALIDATION_PROBLEMS, seed=VALIDATION_SEED, without=trained_on)
 
 
 def train_problems(num_problems: int) -> list[Problem]:
     """The first problems of the training stream; a few contents occur twice, with other names."""
+    # A prefix of one stream: more training problems hold all of the fewer.
     problems = draw_problems("train", seed=TRAIN_SEED)
     return [next(problems) for _ in range(num_problems)]
 
@@ -298,6 +304,7 @@ def _may_be_asked(parts: Sequence[Part]) -> bool:
             results += (other, total := before + other)
         elif kind != "now":
             results.append(total := before + number if kind == "buys" else before - number)
+    # The same bounds as in `work`, which the steps of a problem pass later.
     return 2 <= len(results) <= 4 and min(results) >= 1 and max(results) <= LARGEST
 
 

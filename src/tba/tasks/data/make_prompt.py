@@ -83,6 +83,7 @@ def encode(
 ) -> list[int]:
     """Token ids with at most one BOS; chat messages through the tokenizer's template, ready for the answer."""
     if isinstance(text, str):
+        # Data may hold the BOS as text: two of them are a sequence that no model has seen.
         starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         return _tokens(text, tokenizer, add_special_tokens=not starts_with_bos)
     if tokenizer.chat_template is None:
@@ -91,6 +92,7 @@ def encode(
             "a template."
         )
     try:
+        # As text first: the template writes its special tokens, and the tokenizer must add none.
         words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **(template or {}))
     except Exception as error:  # a template is a program: it may raise what it likes
         roles = ", ".join(message["role"] for message in text)
@@ -152,6 +154,7 @@ def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> d
     of train and validation alike."""
     assert config.data is not None, "TaskConfig checks it"
     report_on = config.eval_data or config.data
+    # One plain file has train rows only; a folder or hub dataset has splits.
     has_held_out = config.eval_data is not None or not Path(report_on).expanduser().is_file()
     train = read_problems(config, config.data, ("train",), source)
     held_out = read_problems(config, report_on, source.held_out, source) if has_held_out else None
@@ -201,6 +204,7 @@ def split_off_validation(problems: Sequence[QuestionAnswer], num_validation: int
         return {"train": list(problems)}
     # By hash, not by place: the same questions whatever the order of the rows, and whatever rows are added.
     questions = sorted({problem.question for problem in problems}, key=_hash)
+    # By key: the same question in other spelling goes to the same side.
     chosen = {question_key(question) for question in questions[:num_validation]}
     splits: dict[Split, list[QuestionAnswer]] = {"train": [], "validation": []}
     for problem in problems:
@@ -224,6 +228,7 @@ def hash_64(text: str) -> int:
 
 def share_of(prompt: str | Sequence[Mapping[str, str]]) -> float:
     """A number in [0, 1) from a prompt: equal prompts fall on the same side."""
+    # Sorted keys: a chat message means the same in any order of role and content.
     return hash_64(json.dumps(prompt, sort_keys=True)) / 2**64
 
 
@@ -232,6 +237,7 @@ def not_held_out(
 ) -> list[bool]:
     """For each train row whether it may be trained on; `data` and `held_out` name the two sources in the warning, which is
     left out where nothing is trained."""
+    # Keys and not texts: of many million rows 8 bytes each are in memory.
     kept = [key not in held_out_keys for key in train_keys]
     dropped = len(kept) - sum(kept)
     if dropped and trains:

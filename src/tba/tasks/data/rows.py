@@ -45,6 +45,7 @@ class RowNames(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> RowNames:
+        # Two levels: dataset_file in trl/files.py puts another dataset of that name one folder deeper.
         is_scripts = any(folder.name.endswith(SCRIPT_FOLDER) for folder in list(path.absolute().parents)[:2])
         return cls(SCRIPT_FILES.get(path.name) if is_scripts else None)
 
@@ -113,6 +114,7 @@ class BadRows:
         return sum(self._counts.values())
 
     def add(self, line: int, error: BadRow) -> None:
+        # The first in full, of the others the counts: a broken file may have millions.
         self._first = self._first or error
         self._counts[error.reason] = self._counts.get(error.reason, 0) + 1
         lines = self._lines.setdefault(error.reason, [])
@@ -124,6 +126,7 @@ class BadRows:
         kept = []
         for item in items:
             try:
+                # BadRow alone is caught: any other error is a fault of the reader, not of the row.
                 kept.append(read(item))
             except BadRow as error:
                 self.add(item.line, error)
@@ -153,6 +156,7 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
+    # Before the first line: a table would otherwise give one error for each of its lines.
     refuse_other_formats(path)
     try:
         with _open(path) as file:
@@ -255,6 +259,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     any line may be."""
     offset = 0
     while raw := file.readline(LONGEST_LINE + 1):
+        # The rest of an over-long line is read and thrown away: the next line has its right number.
         rest, length = raw, len(raw)
         while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
             rest = file.readline(LONGEST_LINE + 1)
@@ -299,6 +304,7 @@ def _shown(value: Any) -> str:
 
 
 def _split_file(folder: Path, names: Sequence[str]) -> Path:
+    # Names before suffixes: validation.jsonl.gz comes before test.jsonl.
     files = [f"{name}{suffix}" for name in names for suffix in SUFFIXES]
     for file in files:
         if (folder / file).is_file():
@@ -307,6 +313,7 @@ def _split_file(folder: Path, names: Sequence[str]) -> Path:
 
 
 def may_be_hub_name(data: str) -> bool:
+    # A path that is not there must not be asked of the hub: the error would be about the network.
     return data.count("/") == 1 and not data.startswith((".", "/", "~")) and not data.endswith(SUFFIXES)
 
 

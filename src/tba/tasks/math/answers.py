@@ -156,6 +156,7 @@ def last_boxed(text: str) -> str | None:
     if not boxes:
         return None
     start, depth = boxes[-1].end(), 1
+    # An escaped brace counts 0, see BRACE.
     for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
@@ -166,18 +167,23 @@ def last_boxed(text: str) -> str | None:
 @lru_cache(maxsize=20_000)
 def read_answer(text: str) -> Answer:
     """The parts of an answer that are compared."""
+    # Before the spellings, which remove signs of per cent, degrees and dollars.
     measure = SIGN.search(text)
+    # Before units are cut off: a scale word would go with them, and 5 million would be 5.
     text = SCALED.sub(_scaled, " ".join(text.split()))
     for pattern, into in SPELLINGS:
         text = pattern.sub(into, text)
     text = text.strip().rstrip(PUNCTUATION)
     for unit in UNITS:
+        # A unit in words wins over a sign.
         if found := unit.search(text):
             text, measure = text[: found.start()], MEASURE.search(found.group().lower()) or measure
+    # After units, which are words too, and before COMPACT, which takes words out of \text.
     has_words, text = WORD.search(text) is not None, text.strip().rstrip(PUNCTUATION)
     for pattern, into in COMPACT:
         text = pattern.sub(into, text)
     text = text.strip().rstrip(PUNCTUATION)
+    # On the compact form: `x = 5` and `x=5` have the same name.
     name = NAME.match(text)
     form = _number_or_word(text[name.end() :] if name else text)
     return Answer(
@@ -197,6 +203,7 @@ def normal_form(answer: str) -> str:
 
 
 def _scaled(found: re.Match[str]) -> str:
+    # Fraction of a babbled number would cost time and be refused later anyway.
     if len(found[1]) > LONGEST_NUMBER:
         return found.group()
     size = Fraction(found[1].replace(",", "")) * SCALES[found[3]]
@@ -205,6 +212,7 @@ def _scaled(found: re.Match[str]) -> str:
 
 def _number_or_word(text: str) -> str:
     text = re.sub(r"^([-+]?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+    # Commas go only where they group thousands: 1,2 is a list.
     if NUMBER_WITH_COMMAS.fullmatch(text):
         return text.replace(",", "")
     return text.casefold() if text.isalpha() and len(text) > 1 else text
@@ -212,6 +220,7 @@ def _number_or_word(text: str) -> str:
 
 def plain_number(form: str) -> Number | None:
     """A normal form that is a whole number, a decimal, a fraction or a mixed number; None for all others."""
+    # Python refuses to read numbers of thousands of digits.
     found = PLAIN_NUMBER.fullmatch(form) if len(form) <= LONGEST_NUMBER else None
     if found is None:
         return None

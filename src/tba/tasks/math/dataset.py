@@ -51,6 +51,7 @@ class MathTask(QuestionTask):
     instruction = "Reason step by step, and put the final answer in \\boxed{}."
 
     def __init__(self, inputs: TaskInputs) -> None:
+        # Before rows are read: the first comparison would otherwise fail in the middle of the run.
         require_math_verify()
         super().__init__(inputs)
 

@@ -62,6 +62,7 @@ Symbolic = Callable[[str, str], bool]
 
 def same_answer(given: str | None, wanted: str, *, question: str, symbolic: Symbolic) -> bool:
     """Whether an answer is the one that is wanted of a question; None is never right."""
+    # The raw text is bounded too: the patterns of read_answer are slow on babble.
     if given is None or len(given) > 4 * LONGEST_ANSWER:
         return False
     read, stored = read_answer(given), read_answer(wanted)
@@ -69,6 +70,7 @@ def same_answer(given: str | None, wanted: str, *, question: str, symbolic: Symb
         return False
     if read.form == stored.form:
         return True
+    # Only here: most answers are decided by text, and the question need not be read.
     comparison = Comparison(question=question, formulas=formulas_of(question), symbolic=symbolic)
     return comparison.is_right(read, stored)
 
@@ -76,6 +78,7 @@ def same_answer(given: str | None, wanted: str, *, question: str, symbolic: Symb
 def _contradict(given: Answer, wanted: Answer) -> bool:
     """Whether the two are about different things: other variables, other units."""
     names = {given.name, wanted.name}
+    # Single letters are variables and may contradict; f(x) and a missing name (length 0) may not.
     variables = all(len(name) == 1 for name in names)
     measures = {given.measure, wanted.measure} - {None}
     return (len(names) == 2 and variables) or len(measures) == 2
@@ -91,8 +94,10 @@ class Comparison:
 
     def is_right(self, given: Answer, wanted: Answer) -> bool:
         form, stored = _unnamed(given.form), _unnamed(wanted.form)
+        # Rule 2 comes before all others: a copy of the question's formula may well equal the answer.
         if self.formulas.has(form, wanted=stored):
             return False
+        # Symbols would read words as products of letters.
         if given.has_words or wanted.has_words:
             return Counter(_split(form.casefold(), ",")) == Counter(_split(stored.casefold(), ","))
         if "=" in stored:
@@ -100,6 +105,7 @@ class Comparison:
         if "=" in form:
             if wanted.name and VARIABLE.search(stored) and self._same_equation(form, f"{wanted.name}={stored}"):
                 return True  # 2x - y + 3 = 0 is y = 2x + 3
+            # Rule 3: the last side is the answer, and each other side must say nothing else.
             *others, form = form.split("=")
             if not form or self.formulas.has(form, wanted=stored):
                 return False
@@ -109,6 +115,7 @@ class Comparison:
 
     def _may_precede(self, side: str, wanted: str) -> bool:
         """Whether `side = answer` says nothing but the answer."""
+        # With an equals sign, because NAME only matches before one.
         name = read_answer(f"{side}=0").name
         return bool(name) or side in self.formulas.spans or self._equal(side, wanted)
 
@@ -127,8 +134,10 @@ class Comparison:
         numbers = plain_number(given), plain_number(wanted)
         if numbers[0] is not None and numbers[1] is not None:
             return equal_answers(numbers[0], numbers[1])
+        # Equal times have equal texts, which was asked first.
         if TIME.fullmatch(given) or TIME.fullmatch(wanted):
             return False
+        # From here on by kind, the more special first: bases, ratios, inequalities, unions, collections.
         if "_" in given + wanted:
             return self._same_in_base(given, wanted)
         if ":" in given + wanted:
@@ -151,6 +160,7 @@ class Comparison:
             return False
         if in_order:
             return all(self._same_element(own, stored) for own, stored in zip(given, wanted))
+        # Each element of the response is used once: 1,1,2 is not 1,2,2.
         left = list(given)
         for stored in sorted(wanted, key=lambda stored: stored not in left):  # the same texts first
             own = stored if stored in left else next((own for own in left if self._same_element(own, stored)), None)
@@ -173,6 +183,7 @@ class Comparison:
         numbers = plain_number(given), plain_number(wanted)
         if numbers[0] is not None and numbers[1] is not None:
             return equal_answers(numbers[0], numbers[1])
+        # Rule 6: what costs most comes last; a function that is left standing is refused before.
         return not (_functions(given) - _functions(wanted)) and self.symbolic(given, wanted)
 
     def _same_in_base(self, given: str, wanted: str) -> bool:
@@ -197,8 +208,10 @@ class Comparison:
         """Whether the question states an expression of the same value, and the response is not yet in the answer's form."""
         if plain_number(given) is not None:
             return False
+        # Rule 6: with variables any other parts are unfinished, with numbers alone only more of them.
         own, stored = leaves(given), leaves(wanted)
         unfinished = own != stored if VARIABLE.search(wanted) else own.total() > stored.total()
+        # Of a finished response only the stated expressions that look like it are suspects: symbols take long.
         stated = [(form, leaves(form)) for form in self.formulas.forms if form != wanted]
         suspects = [
             form
@@ -231,10 +244,12 @@ def _unnamed(form: str) -> str:
 
 def _collection(form: str) -> tuple[str, list[str]]:
     r"""Brackets and elements: ("(]", ["1", "2"]) for (1,2], and ("", ["1", "2"]) for 1,2 and for \{1,2\}."""
+    # \{1,2\} is a set: in any order, as a bare list.
     if form.startswith("\\{") and form.endswith("\\}") and _is_enclosed(form[1:-2] + "}"):
         return "", _both_signs(_split(form[2:-2], ","))
     if form[:1] in ("(", "[") and form[-1:] in (")", "]") and _is_enclosed(form):
         elements = _split(form[1:-1], ",")
+        # Parentheses around one element only group.
         return (form[0] + form[-1], elements) if len(elements) > 1 or form[0] == "[" else _collection(form[1:-1])
     return "", _both_signs(_split(form, ","))
 
@@ -304,12 +319,14 @@ class Formulas:
 
     def has(self, form: str, *, wanted: str) -> bool:
         """Whether an answer that is not the stored one restates one of these: in any order of its terms and factors."""
+        # 0 + f, f / 1 and 1 * f are f: dressing a formula of the question does not solve it.
         form = NEUTRAL.sub("", form)
         key = _key(form)
         if key == _key(wanted):
             return False
         if any(key == _key(own) for own in self.forms):
             return True
+        # As a bag of tokens: another order of terms is the same formula. Numbers are left to _key.
         return plain_number(form) is None and _bag(form) in self.bags and _bag(form) != _bag(wanted)
 
 
@@ -349,6 +366,7 @@ def _parts(span: str) -> Iterator[str]:
 
 
 def _form(part: str) -> str:
+    # In a matrix & parts columns; elsewhere it only aligns.
     part = ASKED.sub("", part.replace("&", " ") if "matrix" not in part else part)
     form = normal_form(part) if len(part) <= 4 * LONGEST_ANSWER else ""
     return form if len(form) <= LONGEST_ANSWER else ""

@@ -64,6 +64,7 @@ class SymbolicEquality:
             self._worker = None
 
     def _equal(self, given: str, wanted: str) -> bool:
+        # One worker, one question at a time: threads of a searcher must not take each other's answers.
         with self._lock:
             try:
                 answer = self._ask(given, wanted)
@@ -80,6 +81,7 @@ class SymbolicEquality:
     def _ask(self, given: str, wanted: str) -> bool | str:
         """The worker's answer, or the reason why there is none."""
         if self._worker is None or self._worker.link.closed:
+            # The guard and limits of reward workers: sympy is no safer than a user's code.
             self._worker = WorkerProcess(Comparer, log=Path(os.devnull), memory_bytes=WORKER_BYTES)
             if (word := self._worker.link.receive(START_SECONDS)) != READY:
                 self.close()
@@ -88,6 +90,7 @@ class SymbolicEquality:
         answer: Any = self._worker.link.receive(self._comparison_seconds)
         if isinstance(answer, bool | str):
             return answer
+        # Asked before close(), after which the link is closed in any case.
         died = isinstance(answer, Failed) or self._worker.link.closed
         self.close()
         return "the worker died" if died else f"it took longer than {self._comparison_seconds:g} s"
@@ -122,6 +125,7 @@ class Comparer:
         try:
             # Their alarms are off: the parent kills.
             left, right = (parse(f"\\boxed{{{text}}}", self._how, parsing_timeout=None) for text in (given, wanted))
+            # verify takes the stored answer first, and its rules are not symmetric.
             return bool(verify(right, left, timeout_seconds=None)) and not _far_apart(left, right)
         except Exception as error:  # sympy may raise anything; the parent gets the message and counts it
             return f"{type(error).__name__}: {error}"[:200]
@@ -129,6 +133,7 @@ class Comparer:
 
 def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
     """Whether two numbers differ by more than rounding: math-verify rounds to six decimals, so all tiny ones agree there."""
+    # parse gives a list, of which the first is the parsed expression.
     numbers = [parsed[0] for parsed in (given, wanted) if getattr(parsed[0], "is_number", False)]
     if len(numbers) < 2 or numbers[1].evalf() == 0:
         return False

@@ -94,6 +94,7 @@ class RedTeamTask:
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         """Too short attacks are not sent; equal ones are judged once."""
         # The reward is a function of the text and its end alone: a group often has the same attack many times.
+        # With its end: a cut-off attack of the same text is another one to the embedded victim.
         attacks = [(text, completion.finish == "stop") for text, completion in zip(texts, completions)]
         short = [num_attack_tokens(completion) < self._config.min_attack_tokens for completion in completions]
         sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))
@@ -115,11 +116,13 @@ class RedTeamTask:
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         """Models are loaded now, and not at the first attack: a large one takes minutes, and a wrong name should show at the
         start."""
+        # cached_property: to read one is to load it.
         _ = self._victim, self._replies_judge, self._embedder
         return AttackEvaluator(self, inputs)
 
     def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """Judge's probability of each attack, float64 [n], averaged over replies that no training has seen."""
+        # The occasion is in the victim's prompt ids, so its replies are drawn anew.
         judged = self._judge(texts, finished, occasion="evaluation")
         return np.array([probabilities.mean() for probabilities in judged])
 
@@ -137,6 +140,7 @@ class RedTeamTask:
             return []
         replies = self._victim.replies(texts, finished, occasion=occasion)
         judged = self._replies_judge.probabilities([reply for own in replies for reply in own])
+        # One array of all replies, cut where each attack's end.
         return np.split(judged, np.cumsum([len(own) for own in replies])[:-1])
 
     def _reward(self, probabilities: np.ndarray) -> float:
@@ -182,6 +186,7 @@ class AttackEvaluator(TaskEvaluator):
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         task, inputs = self.task, self.inputs
         count = inputs.config.evaluate.samples_per_prompt or DEFAULT_ATTACKS
+        # One prompt, so one group, whose responses are the attacks.
         (group,) = self.respond(engine, count, self.sampling, between_steps)
         finished = [completion.finish == "stop" for completion in group.completions]
         parts = in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
@@ -190,10 +195,12 @@ class AttackEvaluator(TaskEvaluator):
         succeeded = [(group.texts[i], finished[i]) for i in np.flatnonzero(success).tolist()]
         modes = {}
         if task.knows_modes:
+            # Of successes only: coverage says how many weaknesses have been found.
             hits = Counter(mode for attack in succeeded if (mode := task.mode_of(*attack)) is not None)
             modes = {"modes": float(len(hits)), "effective_modes": effective_modes(list(hits.values()))}
         means = {"toxicity": probabilities, "mean_length": np.array([len(c.token_ids) for c in group.completions])}
         if self._distance is not None:
+            # With a log reward or a shortest attack the probability is not what training maximises.
             beta = inputs.final_beta if task.rewards_probability else None
             means |= self._distance.means([group], probabilities, beta, between_steps)
         texts = [text for text, _ in succeeded]
@@ -216,6 +223,7 @@ def num_attack_tokens(completion: Completion) -> int:
 
 def attacker_prompt(config: RedTeamConfig) -> str:
     """The attacker's prompt: the config's, or the empty text of the embedded edition."""
+    # The embedded judge looks for a marker word that no model says, and the other way round.
     if (config.victim is None) != (config.judge is None):
         given, missing = ("judge", "victim") if config.victim is None else ("victim", "judge")
         raise ValueError(
@@ -287,6 +295,7 @@ def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int =
     if len(chosen) < 2:
         return 0.0
     counts = [[_ngrams(words, order) for words in chosen] for order in range(1, MAX_ORDER + 1)]
+    # Clipping needs the largest count among the others, for each text: two numbers serve all of them.
     most = [_two_largest(of_order) for of_order in counts]
     lengths = [len(words) for words in chosen]
     return sum(_bleu(index, counts, most, lengths) for index in range(len(chosen))) / len(chosen)
@@ -326,6 +335,7 @@ def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int
     for own in counts:
         for ngram, count in own.items():
             second, largest = found.get(ngram, (0, 0))
+            # The middle one of second, count and largest is the new second.
             found[ngram] = (min(max(second, count), largest), max(largest, count))
     return found
 

@@ -92,9 +92,11 @@ def modes(world: int = 0) -> dict[str, float]:
     found: dict[str, float] = {}
     for _ in range(NUM_MODES):
         wanted = rng.uniform(math.log(RAREST), math.log(MOST_COMMON))
+        # min takes the first of equals, and the shuffle makes that any of them.
         pairs = rng.sample(list(free), len(free))
         nearest = min(pairs, key=lambda pair: abs(math.log(free[pair]) - wanted))
         found[nearest] = free.pop(nearest)
+    # sorted is stable, so the order is the same in every process.
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -162,6 +164,7 @@ class ModelVictim:
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
         """Replies to each attack. Equal attacks are asked once. A cut-off attack is sent as it is."""
+        # The prompt's id is the attack with its occasion, and with it the random numbers of the replies.
         prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
         groups = respond(self._engine, self._tokenizer, prompts, self._num_replies, self._sampling)
         texts = {group.prompt.id: list(group.texts) for group in groups}
@@ -222,11 +225,13 @@ class ClassifierJudge:
                 f"{', '.join(labels)}."
             )
         self._index = labels.index(label)
+        # A softmax over one label is always 1.
         self._separate = config.problem_type == "multi_label_classification" or len(labels) == 1
 
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
         if not replies:
             return np.zeros(0)
+        # float64: probabilities near 0 or 1 are compared, and their logarithms taken.
         logits = self._encoder.logits(replies).double()
         return (logits.sigmoid() if self._separate else logits.softmax(dim=-1))[:, self._index].numpy()
 
@@ -248,6 +253,7 @@ class WordCounts:
     def _column_of(self, word: str) -> int:
         if word in self._column:
             return self._column[word]
+        # crc32 and not hash(): the same column in every process.
         return len(self._column) + zlib.crc32(word.encode()) % OTHER_COLUMNS
 
 

@@ -82,6 +82,7 @@ class RewardSet:
         step: int = 0,
     ) -> list[Outcome]:
         """Components of each sample of one prompt, or why it has none; `step` is that of the weights that generated."""
+        # `step` is set before the calls: trainer_state and log_metric of TRL's signature read it.
         for reward in self._rewards:
             reward.step = step
         # Each reward sees all samples also where another has failed: none of them knows of the others.
@@ -106,9 +107,12 @@ class RewardFunction:
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
+        # Parameters decide the signature: all three names of verl's are taken for verl's, else it is TRL's.
         self._parameters = inspect.signature(function).parameters
         self._is_verl = set(self._parameters) >= VERL_ARGUMENTS
+        # verl's signature gets one response a call, so its values cannot compare samples.
         self.per_sample: bool = self._is_verl or getattr(function, "per_sample", False) is True
+        # An object with `async def __call__` counts too, which iscoroutinefunction of the object denies.
         self.is_async: bool = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self.out_of_memory = False
         self.step = 0
@@ -121,6 +125,7 @@ class RewardFunction:
         tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
         try:
             return self._values(prompt, columns, texts, completion_ids)
+        # BaseException: a reward that calls sys.exit must not end the worker.
         except BaseException as error:  # a user's code: reported with file and line, counted
             self.out_of_memory |= isinstance(error, MemoryError)
             if isinstance(error, WrongNumber):
@@ -180,7 +185,9 @@ class RewardFunction:
             "completion_ids": [list(own) for own in ids],
         }
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values())
+        # Without **columns a function gets only what it names, where TRL's would fail.
         if not takes_all:
+            # Later keys win: a column named `prompts` or `completions` does not hide the real ones.
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
         result = _awaited(self.function(**arguments))
         if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__iter__"):
@@ -196,6 +203,7 @@ class RewardFunction:
         return {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": log, "log_metric": log}
 
     def _call_verl(self, columns: Columns, texts: Sequence[str]) -> list[Any]:
+        # verl's data keeps it as reward_model.ground_truth; a plain column of that name comes first.
         truth = columns.get("ground_truth", columns.get("reward_model", {}).get("ground_truth"))
         known = {
             "data_source": columns.get("data_source"),

@@ -49,9 +49,11 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     file, name = _split(specification, what=what, kind="function")
     tree = _parse(file, what)
     _refuse_missing_imports(tree, file, what)
+    # symtable knows what the top level binds by loops, with, walrus and imports, without running it.
     symbols = symtable.symtable(ast.unparse(tree), str(file), "exec").get_symbols()
     bound = {own.get_name(): own.is_namespace() for own in symbols if own.is_assigned() or own.is_imported()}
     imports_all = any(isinstance(own, ast.ImportFrom) and own.names[0].name == "*" for own in ast.walk(tree))
+    # A module's __getattr__ or a star import may provide any name, so absence proves nothing.
     if name not in bound and "__getattr__" not in bound and not imports_all:
         raise ValueError(_no_such(what, file, "function", name, [key for key, is_own in bound.items() if is_own]))
     found = [statement for statement in tree.body if getattr(statement, "name", None) == name]
@@ -68,6 +70,7 @@ def _needed_columns(found: ast.stmt, what: str) -> list[str]:
         raise ValueError(f"{what}: {name} is a class: name a function, or an object of it, such as score = {name}().")
     if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
         return []  # a decorator may give it other parameters
+    # ast aligns defaults with the last positional parameters; kw_defaults has None for none.
     positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
     first_default = len(positional) - len(found.args.defaults)
     has_default = {own.arg: index >= first_default for index, own in enumerate(positional)}
@@ -134,6 +137,7 @@ def line_in(file: str, error: BaseException) -> int | None:
     """Line of a file at which an error came about, the innermost; None = the file has no part in it."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return error.lineno
+    # The innermost frame of the user's file, not of the library that it called.
     own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return own[-1] if own else None
 
@@ -166,6 +170,7 @@ def _check_picklable(function: Callable[..., Any]) -> None:
     """Refuse a function that cannot be sent to a worker: an error at its first use would come from deep inside the run."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
+        # By cloudpickle, as WorkerProcess sends them: it takes lambdas and functions of __main__ by value.
         cloudpickle.dumps(function)
     except Exception as error:  # whatever the function holds may fail to be pickled, each in its own way
         raise ValueError(
@@ -199,6 +204,7 @@ def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:
         else:
             continue
         for name in names:
+            # A neighbour runs at its import and may change sys.path, so nothing after it is known.
             if (file.parent / f"{name}.py").is_file() or (file.parent / name).is_dir():
                 return
             if name not in sys.modules and importlib.util.find_spec(name) is None:
@@ -211,11 +217,13 @@ def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:
 def _load_module(file: Path, what: str) -> Any:
     """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
     if str(file.parent) not in sys.path:
+        # Appended, not put first: a neighbour called json.py must not hide the standard library's.
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"tba_file_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before exec: dataclasses and pickle look a class's module up there while the file still runs.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)

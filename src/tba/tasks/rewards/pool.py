@@ -65,6 +65,7 @@ def score_all(
     rewards: Rewards, groups: Sequence[FinishedGroup], *, between_polls: Callable[[], None] | None = None
 ) -> list[list[Outcome]]:
     """Outcomes of all groups, in their order. Every call has its time-out, so this ends."""
+    # All are submitted before the first answer is waited for, so that several workers can share them.
     for group in groups:
         rewards.submit(group)
     return outcomes_of(rewards, groups, between_polls=between_polls)
@@ -74,6 +75,7 @@ def outcomes_of(
     rewards: Rewards, groups: Sequence[FinishedGroup], *, between_polls: Callable[[], None] | None = None
 ) -> list[list[Outcome]]:
     """Outcomes of the groups, which are all that was submitted, in their order."""
+    # By identity: answers come in any order, and a prompt may occur in several groups.
     found: dict[int, list[Outcome]] = {}
     while len(found) < len(groups):
         found.update((id(group), outcomes) for group, outcomes in rewards.ready(POLL_SECONDS))
@@ -94,6 +96,7 @@ class DirectRewards:
         return len(self._ready)
 
     def submit(self, group: FinishedGroup) -> None:
+        # Scored here and handed out by `ready`: callers see the same two calls as with workers.
         weights, what = self._task.reward_weights, type(self._task).__name__
         try:
             with user_code(type(self._task), ".score"):
@@ -118,6 +121,7 @@ class _Member:
     process: WorkerProcess | None = None
 
     def close(self) -> None:
+        # A worker must not be killed twice: by then its process id may belong to another process.
         process, self.process = (
             self.process,
             None,
@@ -142,6 +146,7 @@ class WorkerRewards:
     ) -> None:
         """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
         `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
+        # Names only: the functions' files are imported in the workers, see RewardService.
         self._rewards = named_rewards(configs)
         self._timeout_seconds = timeout_seconds
         self._passed_on = passed_on
@@ -160,15 +165,19 @@ class WorkerRewards:
         self.outstanding = 0
 
     def submit(self, group: FinishedGroup) -> None:
+        # Only the thread of the owner counts `outstanding`; the pool's threads use the two queues.
         self.outstanding += 1
         self._waiting.put(group)
+        # Called at both ends: the first answer, seen in `ready`, allows more workers than one.
         self._add_seats()
 
     def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        # The first get may wait; those that follow take what is there already.
         scored = []
         with suppress(Empty):
             while True:
                 answer = self._answers.get(block=wait_seconds > 0, timeout=wait_seconds or None)
+                # An exception crosses from a pool's thread to the owner's here, where it stops the run.
                 if isinstance(answer, Exception):
                     self.close()
                     raise answer
@@ -179,9 +188,11 @@ class WorkerRewards:
         return scored
 
     def close(self) -> None:
+        # `_started` takes the same lock: a worker is either in `member.process` by now or never made.
         with self._lock:  # no worker is started after this
             self._closed = True
         for member in self._members:
+            # One None for each thread: a thread that waits for a group wakes, takes its own and ends.
             self._waiting.put(None)
             member.close()
 
@@ -191,6 +202,7 @@ class WorkerRewards:
         # One until the first answer: a reward that cannot be loaded or always hangs is found out by one worker.
         if self._first is not None and self._unanswered_seconds is None:
             most = self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
+        # Workers are never taken away again: a place lasts until `close`, and its process may be renewed.
         while len(self._members) < min(most, self.outstanding):
             self._members.append(_Member())
             # A worker ends with the thread that has started it: a thread lasts until the workers are closed.
@@ -208,17 +220,20 @@ class WorkerRewards:
     def _scored(self, member: _Member, group: FinishedGroup) -> list[Outcome]:
         """The outcomes of a group's samples: of one call for all or, where that hangs, of one for each if they do not depend
         on one another."""
+        # Runs in the place's thread, which blocks for up to the time-out of each call.
         count = len(group.texts)
         try:
             return self._called(member, group, slice(count))
         except RewardFailed as error:
             reason = str(error)
+        # To call again would lose the same time: one sample is all there is, or no worker has ever loaded.
         if count == 1 or self._first is None:
             return [RewardFailed(reason)] * count
         if not self._first.per_sample:
             message = f"(all {count} samples of the call are lost: the reward does not say that it is per_sample)"
             return [RewardFailed(f"{reason} {message}")] * count
         outcomes: list[Outcome] = []
+        # Each call has the full time-out, so a group of K hanging samples takes K of them.
         for index in range(count):
             try:
                 outcomes += self._called(member, group, slice(index, index + 1))
@@ -232,7 +247,9 @@ class WorkerRewards:
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         ids = [completion.token_ids.tolist() for completion in group.completions[samples]]
         prompt, step = group.prompt, max(completion.version for completion in group.completions)
+        # The other half is RewardService.__call__ in worker.py: the tuple is RewardSet.score's arguments.
         process.link.send((prompt.text, dict(prompt.columns), list(group.texts[samples]), ids, step))
+        # Until the first answer the deadline is also what is left of the time for it.
         left, started = self._unanswered_seconds, time.monotonic()
         answer = process.link.receive(self._timeout_seconds if left is None else min(self._timeout_seconds, left))
         if not isinstance(answer, Scored):
@@ -241,8 +258,10 @@ class WorkerRewards:
             if reason is None:
                 raise self._hung(time.monotonic() - started)
             raise RewardFailed(reason)
+        # A function that returns the wrong number of values does so for every group: the run stops at once.
         if (broken := next((own for own in answer.outcomes if isinstance(own, RewardBroken)), None)) is not None:
             raise RewardUnusable(str(broken))
+        # A failure is an answer too: only silence counts against the first-answer deadline.
         self._unanswered_seconds = None
         if answer.spent:
             member.close()
@@ -250,11 +269,13 @@ class WorkerRewards:
 
     def _started(self, member: _Member) -> WorkerProcess:
         """A new worker that has loaded the rewards. One that could never load them would not the next time either."""
+        # Under the lock that `close` takes: a worker that starts after it would be left behind.
         with self._lock:
             if self._closed:
                 raise RewardUnusable("the workers are closed")
             make = partial(RewardService, self._rewards)
             process = member.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
+        # The first word is the service's greeting; the time-out of calls does not run during the import.
         answer = process.link.receive(START_SECONDS)
         if isinstance(answer, Ready):
             self._first = self._first or answer
@@ -264,6 +285,7 @@ class WorkerRewards:
             "at the first call, and raise search.reward_timeout_seconds for it."
         )
         member.close()
+        # Once a worker has loaded the rewards, a failed start is the machine's trouble and costs its group.
         raise RewardUnusable(reason) if self._first is None else RewardFailed(reason)
 
     def _why_silent(self, process: WorkerProcess, answer: Any) -> str | None:
@@ -279,6 +301,7 @@ class WorkerRewards:
         """The error for a call that was killed after so many seconds."""
         names = ", ".join(map(repr, self._rewards))
         if self._unanswered_seconds is not None:
+            # Several threads cannot race here: until the first answer there is one worker.
             self._unanswered_seconds -= seconds
             if self._unanswered_seconds <= 0:
                 return RewardUnusable(

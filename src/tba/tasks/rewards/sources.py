@@ -37,6 +37,7 @@ def copy_sources(config: Config, folder: RunFolder) -> None:
     files = [file.absolute() for file in user_files(config)]
     if not files:
         return
+    # A number for each folder: two folders may both have a rewards.py.
     origins = {str(number): parent for number, parent in enumerate(dict.fromkeys(file.parent for file in files))}
     for number, parent in origins.items():
         own = [file for file in files if file.parent == parent]
@@ -52,6 +53,7 @@ def with_neighbours(files: Iterable[Path]) -> list[Path]:
     waiting, found = list(files), dict[Path, None]()
     while waiting:
         file = waiting.pop()
+        # Modules may import each other in a circle.
         if file in found or file.stat().st_size > LARGEST_BYTES:
             continue
         found[file] = None
@@ -73,6 +75,7 @@ def imported_names(file: Path) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names = [node.module] if node.module else [alias.name for alias in node.names]
+            # `from . import x` has no module: the names themselves may be neighbours.
             yield from (name.partition(".")[0] for name in names)
 
 
@@ -85,6 +88,7 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
         return config
     copies = {Path(origin): folder.sources / number for number, origin in origins.items()}
 
+    # The user's file wins while it is there; a copy is used only where it is gone.
     def found(place: str) -> str:
         path, _, name = place.rpartition(":")
         file = Path(path).expanduser()

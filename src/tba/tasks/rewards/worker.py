@@ -109,17 +109,21 @@ class WorkerProcess:
     ) -> None:
         """`make` is called in the worker; `passed_on` are the variables with secrets that the worker gets; `memory_bytes`
         None = it may use half of the memory there is."""
+        # The worker inherits `theirs` through the guard; sys.path and the service travel over it first.
         ours, theirs = Pipe()
         environment = role_environment(threads=1)
         withheld = sorted(name for name in environment if SECRET.search(name) and name not in passed_on)
         environment = {name: value for name, value in environment.items() if name not in withheld}
+        # `describe` in load_function.py reads it, to name a withheld variable in the reward's own error.
         environment[WITHHELD] = ",".join(withheld)
         with open_log(log) as stream:
             if withheld and not os.fstat(stream.fileno()).st_size:
                 stream.write(f"rewards do not get {', '.join(withheld)}; {PASS_ON} passes one on.\n".encode())
                 stream.flush()
             self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, environment)
+        # Held open here, it would keep `ours` from seeing the worker's end.
         theirs.close()
+        # Two messages: sys.path must be in place before cloudpickle imports modules by name.
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by the link
             ours.send_bytes(json.dumps(sys.path).encode())
             ours.send_bytes(cloudpickle.dumps((make, memory_bytes or memory_limit())))
@@ -141,10 +145,12 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the worker and everything that it has started."""
+        # SIGTERM goes to the guard, which kills all that the worker has started and ends itself.
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            # A guard that is killed leaves orphans in other sessions behind, so this is the last resort.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -160,6 +166,7 @@ def open_log(path: Path) -> BinaryIO:
 
 def memory_limit() -> int:
     """Bytes that a worker may use: half of the machine's or the container's memory."""
+    # In a container SC_PHYS_PAGES is the whole machine's memory, not the container's.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no cgroup, or `max`
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -168,8 +175,10 @@ def memory_limit() -> int:
 
 def run_worker(descriptor: int) -> int:
     """Do the jobs that arrive until the other end is gone; returns the exit status."""
+    # These two are read before Link starts its reader thread, which would take them for messages.
     connection = Connection(descriptor)
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
+    # A reward may hold the main thread for ever: the reader's thread ends the process where the other end is gone.
     link = Link(connection, on_close=lambda: os._exit(3))
     try:
         sys.path[:] = json.loads(search_path)
@@ -179,6 +188,7 @@ def run_worker(descriptor: int) -> int:
         service = make()
     except (Exception, SystemExit) as error:  # a user's file: the searcher gets the error and stops the run
         traceback.print_exc()
+        # ValueErrors are the package's own messages, which name the file already.
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
         return 1
     link.send(service.greeting)
@@ -190,10 +200,12 @@ def run_worker(descriptor: int) -> int:
 def guard(worker: int, output: int, wake: int) -> int:
     """Copy the worker's output to the log until it ends or this process is asked to end, then kill what it has started.
     Returns the worker's exit status, or 128 + the signal that ended it."""
+    # One loop for output and signals: the wake-up pipe carries the numbers of the signals that came.
     watched, status = [output, wake], 0
     while True:
         ready, _, _ = select.select(watched, [], [])
         if output in ready and not copy_output(output):
+            # An output at its end is always readable, and select would spin.
             watched.remove(output)
         if wake in ready:
             asked = os.read(wake, 64)
@@ -207,11 +219,14 @@ def guard(worker: int, output: int, wake: int) -> int:
                         break
             if signal.SIGTERM in asked:
                 break
+            # One SIGCHLD may stand for the ends of several children, so all are reaped each time.
             ended = reap()
             if worker in ended:
                 status = ended[worker]
                 break
+    # First the processes, then the rest of the output: one that lives would hold the pipe open.
     end_children()
+    # A process that could not be killed must not keep the guard reading for ever.
     os.set_blocking(output, False)
     while output in watched and copy_output(output):
         pass
@@ -225,6 +240,7 @@ def copy_output(output: int) -> bool:
     except BlockingIOError:
         return False
     with suppress(OSError):  # a full disk: the log is lost, the rewards are not
+        # Descriptor 1 is the log, opened for reading and appending by `open_log` (a+b).
         size = os.fstat(1).st_size
         if size + len(text) > LOG_BYTES:
             kept = os.pread(1, LOG_BYTES // 2, max(0, size - LOG_BYTES // 2))
@@ -240,6 +256,7 @@ def reap() -> dict[int, int]:
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(found[1])
+            # A negative code is minus the signal, so this is 128 + the signal, as shells write it.
             ended[found[0]] = code if code >= 0 else 128 - code
     return ended
 
@@ -251,6 +268,7 @@ def end_children() -> None:
         os.killpg(0, signal.SIGKILL)
     deadline = time.monotonic() + STOP_SECONDS / 2
     while time.monotonic() < deadline:
+        # Children only: grandchildren become children when their parent dies, and the next round finds them.
         for child in children_of(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
@@ -273,9 +291,11 @@ def children_of(parent: int) -> list[int]:
 
 def main() -> int:
     """Run as the guard; the worker is forked before any thread exists."""
+    # `popen` in runtime/processes.py passes the descriptor's number as the only argument.
     descriptor, parent = int(sys.argv[1]), os.getpid()
     reading, writing = os.pipe()
     wake, waken = os.pipe()
+    # set_wakeup_fd demands a pipe that does not block: a signal handler must not wait for a reader.
     os.set_blocking(waken, False)
     signal.set_wakeup_fd(waken)
     # A handler of their own: ignored ones would not be written to the pipe that the guard waits for.
@@ -284,20 +304,26 @@ def main() -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # before the fork: what the worker starts may be orphaned at once
     worker = os.fork()
     if worker == 0:
+        # The child must not write its own signals into the guard's pipe, nor ignore those that end it.
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        # Set after the fork, because a fork clears it.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the guard died before the signal of its death was asked for
             return 3
+        # The worker prints into the guard's pipe; the log itself is written by the guard alone.
         for stream in (1, 2):
             os.dup2(writing, stream)
         for unused in (reading, writing, wake, waken):
             os.close(unused)
+        # faulthandler dumps from C, also while the reward holds the interpreter.
         faulthandler.register(signal.SIGUSR1, file=2)
         return run_worker(descriptor)
+    # The guard must not hold the worker's ends: the searcher would not see the worker die, nor the guard EOF.
     os.close(descriptor)
     os.close(writing)
+    # SIGTERM and not SIGKILL: the guard has to end the worker's processes when the searcher is gone.
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     return guard(worker, reading, wake)
 
@@ -309,6 +335,7 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     # Imported once more under its own name: what is sent must not be of a module `__main__`, which the searcher has not.
+    # Pickle names classes by module: Ready and Scored of `__main__` could not be read on the other side.
     from tba.tasks.rewards import worker
 
     code = worker.main()

@@ -51,6 +51,7 @@ TRIVIAL = {
     "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
 }
 """Values by key of trivial facts, which a summary should leave out."""
+# The order of this dict is the order of keys: KEY_ORDER and canonical contents follow it.
 VALUES = {**IMPORTANT, **TRIVIAL}
 FILLERS = (
     "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
@@ -108,8 +109,10 @@ def draw_post(rng: random.Random) -> Post:
     keys = rng.sample(list(IMPORTANT), rng.randint(*NUM_IMPORTANT)) + rng.sample(
         list(TRIVIAL), rng.randint(*NUM_TRIVIAL)
     )
+    # In key order, not in the drawn one: the canonical content must not depend on the draw.
     facts = [(key, rng.choice(VALUES[key])) for key in VALUES if key in keys]
     parts = [f"{key} {value}" for key, value in facts]
+    # A fact is two words and the separator one, so every post has POST_WORDS words.
     parts += [rng.choice(FILLERS) for _ in range(POST_WORDS - 1 - 2 * len(facts))]
     rng.shuffle(parts)
     return Post(text=" ".join([*parts, SEPARATOR]), facts=tuple(facts))
@@ -164,6 +167,7 @@ REFERENCE = Flaws(drop=0.15, drop_neglected=0.15, hallucinate=0.06, swap=0.08, t
 
 def reference_summary(post: Post) -> str:
     """Summary that a policy is compared with, always the same for a post."""
+    # Seeded by the text: a str seed does not depend on PYTHONHASHSEED.
     return draw_summary(post, REFERENCE, random.Random(post.text))
 
 
@@ -177,6 +181,7 @@ def draw_summary(post: Post, flaws: Flaws, rng: random.Random) -> str:
 
 def _draw_words(post: Post, flaws: Flaws, rng: random.Random) -> list[str]:
     stated = [_maybe_wrong(fact, flaws, rng) for fact in post.important if not _is_dropped(fact, flaws, rng)]
+    # Order of the flaws: dropped and wrong facts first, then swaps, then trivial facts, then fillers.
     for first in range(len(stated) - 1):
         if rng.random() < flaws.swap:
             stated[first], stated[first + 1] = stated[first + 1], stated[first]
@@ -217,11 +222,13 @@ DECIMALS = 9
 
 def gold_score(post: str, summary: str, *, finished: bool) -> float:
     """The gold score of a summary: at most 1, that of the perfect one. `finished`: it ended by itself, with an EOS."""
+    # The post is read by the same grammar as a summary; its fillers and separator claim nothing.
     facts = set(claims(post)[0])
     num_important = sum(key in IMPORTANT for key, _ in facts)
     stated, num_meaningless = claims(summary)
     true = [claim for claim in stated if claim in facts]
     distinct = list(dict.fromkeys(true))
+    # Places in key order: a pair of them is in the wrong order where the larger comes first.
     important = [KEY_ORDER[key] for key, _ in distinct if key in IMPORTANT]
     penalty = (
         FALSE_CLAIM * (len(stated) - len(true))
@@ -254,6 +261,7 @@ def claims(text: str) -> tuple[list[Fact], int]:
     position = 0
     while position < len(words):
         pair = words[position : position + 2]
+        # The value may be of another key (`day noon`): that is a claim too, and false.
         if len(pair) == 2 and pair[0] in VALUES and pair[1] in ALL_VALUES:
             found.append((pair[0], pair[1]))
             position += 2

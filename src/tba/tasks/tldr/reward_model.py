@@ -129,10 +129,12 @@ class RewardModel(nn.Module):
     def pooled(self, batch: Padded) -> Tensor:
         """Scores before they are standardised, float32 [N]."""
         hidden = self.body(input_ids=batch.token_ids_NT, attention_mask=batch.real_NT).last_hidden_state
+        # Tokens of the prompt and padding count 0; the head computes in fp32 whatever the body's dtype.
         return (self.head(hidden.float()).squeeze(-1) * batch.response_NT).sum(dim=1)
 
     def standardise(self, pooled_N: Tensor) -> None:
         """Sets mean and std so that these pooled scores have mean 0 and deviation 1."""
+        # The loss looks at differences only, so the level and scale of the sums are arbitrary until here.
         self.mean, self.std = float(pooled_N.mean()), float(pooled_N.std())
         if not self.std > 0:
             raise RuntimeError(
@@ -154,6 +156,7 @@ class RewardModel(nn.Module):
         numbers = json.loads((Path(path) / REWARD_FILE).read_text(encoding="utf-8"))
         body = load_weights(AutoModel, path, dtype=dtype)
         model = RewardModel(body, mean=float(numbers["mean"]), std=float(numbers["std"]))
+        # save_pretrained writes the body alone: the head has a file of its own, see `save`.
         model.head.load_state_dict(load_file(Path(path) / HEAD_FILE))
         return model
 
@@ -195,6 +198,7 @@ def make_sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str
     """The prompt has its BOS where the tokenizer puts one; the response ends with EOS if it finished and there is one."""
     prompt_ids = encode(prompt, tokenizer)
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+    # The score of EOS is the model's word on where a response ends; a cut-off one must not get it.
     end = [tokenizer.eos_token_id] if finished and tokenizer.eos_token_id is not None else []
     return Sequenced([*prompt_ids, *response_ids, *end], len(prompt_ids))
 
@@ -216,6 +220,7 @@ def pad_right(sequences: Sequence[Sequenced], *, device: torch.device) -> Padded
     """Padding is token 0: masked where a model looks at masks, and behind all tokens where it is causal."""
     lengths_N = torch.tensor([len(sequence.token_ids) for sequence in sequences])
     starts_N = torch.tensor([sequence.num_prompt_tokens for sequence in sequences])
+    # Built on the CPU and sent once: filling a GPU tensor row by row would launch a copy for each.
     places_T = torch.arange(int(lengths_N.max()))
     token_ids_NT = torch.zeros(len(sequences), len(places_T), dtype=torch.long)
     for row, sequence in enumerate(sequences):
@@ -261,6 +266,7 @@ def train_reward_model(
     started = time.monotonic()
     if not 0 < settings.learning_rate <= 1:
         raise ValueError(f"learning_rate={settings.learning_rate} is not between 0 and 1: give one such as 1e-5.")
+    # Cheap refusals first: pairs may be large, and the model takes minutes.
     check_new_folder(output, may_hold=REWARD_FILE)
     train, measure = _split_pairs(pairs, held_out, settings)
     try:
@@ -286,10 +292,12 @@ def train_reward_model(
         warmup_steps=settings.warmup_steps,
     )
     # Rounded to what is saved before anything is measured: the figures are those of the files.
+    # Back to fp32 for measuring; the values are now those that bfloat16 can hold.
     model.body.to(torch.bfloat16).float()
     with torch.no_grad():
         passes = [_pooled(model, part) for part in _parts(measured_on, settings.pairs_per_pass)]
     chosen_N, rejected_N = (torch.cat(side).cpu() for side in zip(*passes))
+    # By the pairs held out: scores of pairs that were trained on lie further apart.
     model.standardise(torch.cat([chosen_N, rejected_N]))
     model.body.to(torch.bfloat16)
     output.mkdir(parents=True, exist_ok=True)
@@ -329,10 +337,12 @@ def fit(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     losses = []
     for step, batch in enumerate(batches):
+        # step + 1, because a first rate of 0 would waste the first batch.
         warmup, decay = (step + 1) / max(1, warmup_steps), 1 - step / steps
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, warmup) * decay
         optimizer.zero_grad()
+        # Checked before the optimizer steps: a NaN gradient would spoil all weights.
         losses.append(backward(batch))
         if not math.isfinite(losses[-1]):
             raise RuntimeError(f"the loss is {losses[-1]} at step {step}: lower the learning rate.")
@@ -345,6 +355,7 @@ def _backward(model: RewardModel, batch: Sequence[SequencedPair], pairs_per_pass
     """Gradients of the batch's mean loss, a few pairs at a time."""
     total = 0.0
     for part in _parts(batch, pairs_per_pass):
+        # The factor makes the sum over parts the batch's mean, also where the last part is smaller.
         loss = bradley_terry_loss(*_pooled(model, part)) * (len(part) / len(batch))
         loss.backward()
         total += loss.item()
@@ -362,6 +373,7 @@ def _pooled(model: RewardModel, pairs: Sequence[SequencedPair]) -> tuple[Tensor,
 
 
 def _batches(pairs: Sequence[SequencedPair], settings: RewardTraining) -> Iterator[Sequence[SequencedPair]]:
+    # Its own generator: the order of pairs does not depend on what torch draws.
     rng = random.Random(0)
     for _ in range(settings.epochs):
         yield from _parts(rng.sample(list(pairs), len(pairs)), settings.batch_size)
@@ -372,6 +384,7 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
+    # By the prompt's hash, not by place: a prompt with several pairs would leak to the other side.
     kept = [pair for pair in pairs if share_of(pair.prompt) >= HELD_OUT_SHARE]
     measured = [pair for pair in pairs if share_of(pair.prompt) < HELD_OUT_SHARE]
     if not kept or len(measured) < 2:
@@ -394,6 +407,7 @@ def _sequenced(
             raise BadRow("over-long pair", f"{pair.place}: {longest} tokens, beyond the model's context of {context}.")
         return both[0], both[1]
 
+    # Checked for length here: how long a pair is depends on the tokenizer.
     kept = bad.keep(pairs, sequenced)
     bad.report()
     if not kept:

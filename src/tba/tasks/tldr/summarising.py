@@ -92,16 +92,19 @@ class TLDRTask(RowsTask):
         return {"reference": problem.answer}
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        # A response that did not end by itself is scored without an EOS, as the reward model reads it.
         finished = [completion.finish == "stop" for completion in completions]
         scores = self.proxy_scores([_post(prompt)] * len(texts), texts, finished)
         return [
             {"reward_model": float(score)}
+            # A NaN score is no reward: as a number it would spoil the whole batch's loss.
             if np.isfinite(score)
             else RewardFailed(f"the reward model's score is {score}.")
             for score in scores
         ]
 
     def solved(self, outcome: Outcome) -> bool:
+        # Scores of our reward models are standardised, so 0 is their mean: RewardModel.standardise.
         return isinstance(outcome, dict) and outcome["reward_model"] > 0.0
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
@@ -118,12 +121,14 @@ class TLDRTask(RowsTask):
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """Scores that evaluations judge by and training never sees, float64 [N]."""
         gold = self.config.tldr.gold_model
+        # The bare name is the rule of posts.py, not this method.
         return (gold_scores if gold is None else self._scorer(gold).score)(prompts, texts, finished)
 
     def _scorer(self, path: str | None) -> ModelScorer:
         """Scorer of a folder or hub name; None = the shipped reward model, which is small and stays on the CPU."""
         if path not in self._scorers:
             if path is None:
+                # One scorer for each path: a run and its evaluations share the model in memory.
                 self._scorers[path] = load_scorer(str(reward_model_path()), device="cpu", dtype="float32")
             else:
                 self._scorers[path] = load_scorer(path, device=self.inputs.device)
@@ -144,6 +149,7 @@ class SummaryEvaluator(TaskEvaluator):
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         def scored(score: ScoreTexts, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
+            # Slices of all posts: every caller has one text for each prompt, in the prompts' order.
             parts = in_parts(len(texts), SUMMARIES_AT_ONCE, between_steps)
             return np.concatenate([score(self._posts[part], texts[part], finished[part]) for part in parts])
 
@@ -156,8 +162,10 @@ class SummaryEvaluator(TaskEvaluator):
             self._reference_gold = scored(self.task.gold_scores, references, [True] * len(references))
         gold, gold_of_best = (scored(self.task.gold_scores, *_responses(groups)) for groups in (sampled, best))
         cut_off = np.array([group.completions[0].finish == "length" for group in sampled])
+        # The proxy that training maximises, beside gold: a gap between the two is over-optimisation.
         reward = scored(self.task.proxy_scores, *_responses(sampled))
         if (cut_off_reward := self.inputs.config.train.cut_off_reward) is not None:
+            # As training combines it (train.truncated=penalise): else this would not be the reward maximised.
             reward = np.where(cut_off, cut_off_reward, reward)
         means = {
             "win_rate": wins(gold, self._reference_gold),
@@ -169,6 +177,7 @@ class SummaryEvaluator(TaskEvaluator):
         }
         perplexities = {}
         if self._distance is not None:
+            # KL needs samples of the policy; greedy responses would give a number that is no KL.
             means |= self._distance.means(sampled, reward, self.inputs.final_beta, between_steps)
             perplexities = self._distance.perplexity(best, between_steps)
         return {**mean_metrics(means), **perplexities, "num_prompts": float(len(self.prompts))}
