@@ -187,7 +187,7 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"logging_steps": 1.5}, "logging_steps=1.5 is no number of steps: write a whole one"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is none of no, steps, epoch"),
         ({"eval_steps": "ten"}, "eval_steps='ten' is no number: write one"),
-        ({"num_generations": 0, "seed": 3}, "^num_generations=0 cannot be used"),
+        ({"num_generations": 0, "seed": 3}, "^num_generations=0: a prompt needs 1 response at least"),
         ({"output_dir": 5, "seed": 3}, "^output_dir=5 cannot be used"),
         ({"train": {"samples_per_prompt": "x"}}, "num_generations: Input should be a valid integer"),
         (
