@@ -1,7 +1,7 @@
 """The replay buffer: add groups as they arrive, sample P prompts x K responses in the order of their arrival (the default)
 or by the paper's mixed rule.
 
-Read in this order: this file; sampling.py (one prompt's responses, and the rules by which a batch is chosen); batching.py
+Read in this order: this file; draw.py (one prompt's responses, and the rules by which a batch is chosen); batching.py
 (what is stored of a group, and how a batch is made of it).
 
 An arrival number counts responses in the order in which they were stored, and names a response for good.

@@ -43,6 +43,10 @@ class PromptEntry:
     """Arrival number by token ids; None without deduplication."""
     newest_group_arrival: int = 0
     """Arrival number of the first response of the newest group."""
+    _room: dict[str, np.ndarray] = field(default_factory=dict, init=False)
+    """Arrays that `columns` are parts of, with room behind them up to `_size`; `columns` end at `_end`."""
+    _end: int = field(default=0, init=False)
+    _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         """Number of responses stored."""
@@ -65,10 +69,23 @@ class PromptEntry:
         self.floats += floats
         # This holds for one group; `load_state`, which adds several at once, sets the number itself.
         self.newest_group_arrival = int(columns["arrival"][0])
-        self.columns = {
-            name: np.concatenate([self.columns[name], values]) if self.columns else values
-            for name, values in columns.items()
-        }
+        if not self.columns:  # in a queue a prompt seldom has more than one group, which needs no room behind it
+            self.columns = dict(columns)
+            return
+        held, added = len(self.columns["arrival"]), len(columns["arrival"])
+        if self._end + added > self._size:
+            # Room for as many again. Without it every group of a prompt would copy all that came before.
+            self._size = 2 * (held + added)
+            self._room = {
+                name: np.empty((self._size, *values.shape[1:]), values.dtype) for name, values in self.columns.items()
+            }
+            for name, values in self.columns.items():
+                self._room[name][:held] = values
+            self._end = held
+        for name, values in columns.items():
+            self._room[name][self._end : self._end + added] = values
+        self._end += added
+        self.columns = {name: values[self._end - held - added : self._end] for name, values in self._room.items()}
 
     def discard(self, positions: np.ndarray) -> int:
         """Remove the responses at these positions, none of which is named twice; returns their number of tokens."""
@@ -85,6 +102,7 @@ class PromptEntry:
             for position in sorted(positions.tolist(), reverse=True):
                 del self.ids[position], self.floats[position]
             self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
+            self._room, self._end, self._size = {}, 0, 0
         return sum(map(len, removed)) // 4
 
 
