@@ -231,6 +231,10 @@ def test_a_victim_refuses_what_does_not_fit_in_words(models):
         make_victim(models["victim"]).replies([" ".join(["w1"] * 60)], [True])
     with pytest.raises(ValueError, match=r"victim_template='hello' has no \{attack\}"):
         RedTeamConfig(victim_template="hello")
+    with pytest.raises(
+        ValueError, match=r"world=2 is for the embedded edition, but task.red_team.victim=v is attacked"
+    ):
+        RedTeamConfig(world=2, victim="v")
 
 
 @pytest.mark.parametrize(

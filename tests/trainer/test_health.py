@@ -19,7 +19,7 @@ WELL = {
     "kl": 10.0,
 }
 ILL = WELL | {"completions/mean_length": 4.0}
-"""Breaks a rule from the 6th such batch on, so the alarm comes with the 8th (tests/observe/test_guards.py)."""
+"""Breaks a rule from the 6th such batch on, so the alarm comes with the 8th (test_collapse_guard.py)."""
 
 
 class EmptyCheckpoints(Checkpoints):

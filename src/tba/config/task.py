@@ -103,6 +103,11 @@ class RedTeamConfig(Section):
             raise ValueError(
                 f"task.red_team.victim_template={self.victim_template!r} has no {{attack}}: write it where the attack goes."
             )
+        if self.world and self.victim is not None:
+            raise ValueError(
+                f"task.red_team.world={self.world} is for the embedded edition, but task.red_team.victim={self.victim} is "
+                "attacked: leave one of them out."
+            )
         return self
 
 

@@ -67,8 +67,8 @@ class PacedRollouts:
     The limit follows the length of a rollout, so that a batch is complete as the step before it begins. A batch that is
     complete earlier would only be older when it is trained. Of a limit of 1.3 a rollout may use 2 if it is in the first .3
     of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that the pace never delays
-    it. If it goes on waiting and this searcher is idle, the limit is max_lag: another searcher may be slow, or dead, with
-    the rollouts that the trainer waits for. The limit never exceeds max_lag.
+    it. If it goes on waiting and this searcher is idle, the limit is the largest: another searcher may be slow, or dead,
+    with the rollouts that the trainer waits for. The largest is max_lag, or most_lag where long updates allow less.
     """
 
     prompts: PromptStream

@@ -11,7 +11,7 @@ where updates follow noise. Measuring both costs nothing. A new batch was genera
 on, so its drift, log_pi now - log_pi when generated, comes from the updates in between.
 
 1. No weight moves before the rewards of some prompt differ (trainer/updates.py). The first update has no drift to measure.
-It    leaves a quarter of its batch out, and is scaled until it moves those responses by the size above.
+   It leaves a quarter of its batch out, and is scaled until it moves those responses by the size above.
 2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
    above over the stiffness. It rises by at most RISE in a step.
 3. A batch may have drifted further than the average explains. Its own update then uses its own stiffness, which stops a
@@ -168,9 +168,9 @@ class LearningRate:
 
     def next_drift(self, step: int, progress: float) -> float:
         """Nats that an update moves log_pi of a new response by; NaN = not known yet."""
-        aimed_at = self.size * self.decay(progress)  # the rate may still have to rise to it
-        # 0 x stiffness is NaN as long as the stiffness is not measured.
-        return aimed_at + 0.0 * self.stiffness if self.is_auto else self.at(step, progress) * math.exp(self.stiffness)
+        if self.is_auto and not math.isnan(self.stiffness):
+            return self.size * self.decay(progress)  # the rate may still have to rise to it
+        return self.at(step, progress) * math.exp(self.stiffness)
 
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""

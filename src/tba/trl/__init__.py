@@ -26,7 +26,7 @@ __all__ = ["TBAConfig", "TBATrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the two when they are asked for: the command line looks up TRL's names (names.py) without torch."""
+    """Import the two when they are asked for: the command line looks up TRL's names (config/trl_names.py) without torch."""
     if name == "TBAConfig":
         from tba.trl.config import TBAConfig
 
