@@ -76,6 +76,29 @@ class Request:
     """Overrides the call's sampling for this rollout (exploration)."""
     rollout: int = -1
     """Number of the rollout among all rollouts of the run; -1 = it is not one of them."""
+    samples: int | None = None
+    """Number of responses; None = the call's samples_per_prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """The conversation of policy and environment behind one completion.
+
+    Episode(prompt=prompt, chosen=[True, True, False, True], messages=[{"role": "assistant", ...}, {"role": "tool", ...}])
+    """
+
+    prompt: Prompt
+    """The prompt as the policy saw it: with the tools, and with what the environment said at its reset."""
+    chosen: np.ndarray
+    """bool [T]: True where the policy chose the token, False where an environment, a user or a template wrote it."""
+    messages: Sequence[Mapping[str, Any]]
+    """All messages after the prompt, in TRL's form."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards that the environment gave, by the name of its class."""
+    environment: bytes | None = None
+    """A pickled copy of the environment at the end, for rewards that ask for `environments`; None = there is none."""
+    failure: str = ""
+    """Why the episode has no reward: its environment hung, died or failed; empty = it has one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,12 +121,19 @@ class Completion:
     """((first token, version), ...): which weights chose which tokens."""
     finish: Finish
     num_prefix_tokens: int = 0
+    episode: Episode | None = None
+    """How it came about over several turns; None = it is a single response."""
 
     @property
     def version(self) -> int:
         """The oldest version that chose one of its tokens: its lag is counted from there."""
         # The oldest bounds the lag of every token: weights may change in the middle of a response.
         return min(version for _, version in self.version_spans)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [T]: True where the policy chose the token."""
+        return np.ones(len(self.token_ids), np.bool_) if self.episode is None else self.episode.chosen
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -337,7 +337,8 @@ def responses_of(
     prefix = np.asarray(request.prefix_ids, dtype=np.int32)
     # Sample indices go on from rollout to rollout of a prompt: random numbers are keyed by them.
     own, first = request.sampling or sampling, request.first_sample
-    found = [Response(request=request, sample_index=first + index, sampling=own) for index in range(samples_per_prompt)]
+    count = samples_per_prompt if request.samples is None else request.samples
+    found = [Response(request=request, sample_index=first + index, sampling=own) for index in range(count)]
     is_stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
     if not is_stopped and len(prefix) < own.max_new_tokens:
         return found, []

@@ -25,7 +25,7 @@ from tba.runtime.prompt_queue import RolloutSource
 from tba.searcher.pace import PromptStream, ReferenceSamples, explore
 from tba.searcher.values import StepValues, lost_without_values
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
-from tba.tasks.rewards.pool import make_rewards, outcomes_of, texts_of
+from tba.tasks.rewards.pool import finished_group, make_rewards, outcomes_of, texts_of
 from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
@@ -193,8 +193,7 @@ class Searcher:
             self.counts.generated += 1
             self.counts.responses += len(completions)
             self.counts.tokens += sum(len(completion.token_ids) for completion in completions)
-            texts = texts_of(self.tokenizer, completions)
-            yield FinishedGroup(prompt=request.prompt, completions=completions, texts=texts, rollout=request.rollout)
+            yield finished_group(self.tokenizer, request.prompt, completions, rollout=request.rollout)
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
         if self.step_values is not None:
@@ -257,7 +256,7 @@ class GroupScorer:
                 rewards=rewards,
                 log_ref=log_ref,
                 reference_version=self.reference_version,
-                loss_mask=np.ones(len(completion.token_ids), dtype=bool),
+                loss_mask=completion.loss_mask,
                 step_values=values,
             )
             scored[index].append(trajectory)

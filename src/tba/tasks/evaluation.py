@@ -37,7 +37,7 @@ from tba.observe.files import check_may_replace
 from tba.observe.metrics import mean_metrics
 from tba.runtime.counters import RoleCounters
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
-from tba.tasks.rewards.pool import outcomes_of, texts_of
+from tba.tasks.rewards.pool import finished_group, outcomes_of
 from tba.tasks.task import (
     BetweenSteps,
     EvaluationInputs,
@@ -265,7 +265,7 @@ def respond(
 def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion]) -> FinishedGroup:
     # An engine hands completions back in the order in which they end: short ones first.
     ordered = sorted(completions, key=lambda completion: completion.sample_index)
-    return FinishedGroup(prompt=prompt, completions=ordered, texts=texts_of(tokenizer, ordered))
+    return finished_group(tokenizer, prompt, ordered)
 
 
 def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:
@@ -300,7 +300,7 @@ class Distance:
         completions = [completion for group in groups for completion in group.completions]
         # Both sides at the training temperature: the difference is then the KL that training penalises.
         log_start = self._log_probs(groups, self.temperature, between_steps)
-        return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
+        return np.array([float((c.policy_log_probs - start)[c.loss_mask].sum()) for c, start in zip(completions, log_start)])
 
     def means(
         self,

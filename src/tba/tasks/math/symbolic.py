@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.runtime.links import Failed
-from tba.tasks.rewards.worker import WorkerProcess
+from tba.tasks.rewards.worker import JobService, WorkerProcess
 
 logger = logging.getLogger("tba.tasks")
 
@@ -104,7 +104,7 @@ class SymbolicEquality:
             )
 
 
-class Comparer:
+class Comparer(JobService):
     """Compares formulas in the worker. It imports no torch, so that a killed one is soon replaced."""
 
     greeting = READY

@@ -28,7 +28,7 @@ from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
 from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
-from tba.types import Completion
+from tba.types import Completion, Prompt
 
 START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
@@ -59,6 +59,19 @@ def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
 def texts_of(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
     """Texts of completions as rewards see them, without special tokens."""
     return tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+
+
+def finished_group(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion], rollout: int = -1
+) -> FinishedGroup:
+    """The group of a rollout's complete responses; of episodes with the prompt as the policy saw it."""
+    first = completions[0].episode
+    return FinishedGroup(
+        prompt=prompt if first is None else first.prompt,
+        completions=completions,
+        texts=texts_of(tokenizer, completions),
+        rollout=rollout,
+    )
 
 
 def score_all(

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, Protocol
 
 import cloudpickle
 
-from tba.runtime.links import Failed, Link
+from tba.runtime.links import Failed, Link, pickled
 from tba.runtime.processes import popen, role_environment
 from tba.tasks.outcomes import Outcome
 from tba.tasks.rewards.functions import NamedRewards, RewardSet
@@ -76,15 +76,31 @@ class Scored:
 
 
 class Service(Protocol):
-    """Service of a worker. The worker makes it once, then calls it for one job after another."""
+    """Service of a worker, which makes it once."""
+
+    def serve(self, connection: Connection) -> None:
+        """Greet, then answer jobs until the other end is gone."""
+        ...
+
+
+class JobService:
+    """Base of services that do one job after another."""
 
     greeting: Any
     """First word of the worker, when its service is there."""
 
-    def __call__(self, *job: Any) -> Any: ...
+    def __call__(self, *job: Any) -> Any:
+        raise NotImplementedError
+
+    def serve(self, connection: Connection) -> None:
+        # A job may hold the main thread for ever: the reader's thread ends the process where the other end is gone.
+        link = Link(connection, on_close=lambda: os._exit(3))
+        link.send(self.greeting)
+        while (job := link.receive(timeout_seconds=None)) is not None:
+            link.send(self(*job))
 
 
-class RewardService:
+class RewardService(JobService):
     """Calls a user's reward functions for the samples of one prompt."""
 
     def __init__(self, rewards: NamedRewards) -> None:
@@ -175,25 +191,21 @@ def memory_limit() -> int:
 
 def run_worker(descriptor: int) -> int:
     """Do the jobs that arrive until the other end is gone; returns the exit status."""
-    # These two are read before Link starts its reader thread, which would take them for messages.
     connection = Connection(descriptor)
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
-    # A reward may hold the main thread for ever: the reader's thread ends the process where the other end is gone.
-    link = Link(connection, on_close=lambda: os._exit(3))
     try:
         sys.path[:] = json.loads(search_path)
         make, limit = cloudpickle.loads(payload)
         # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        service = make()
+        service: Service = make()
     except (Exception, SystemExit) as error:  # a user's file: the searcher gets the error and stops the run
         traceback.print_exc()
         # ValueErrors are the package's own messages, which name the file already.
-        link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
+        failed = Failed(error=str(error) if isinstance(error, ValueError) else describe(error))
+        connection.send_bytes(pickled(failed))
         return 1
-    link.send(service.greeting)
-    while (job := link.receive(timeout_seconds=None)) is not None:
-        link.send(service(*job))
+    service.serve(connection)
     return 0
 
 
