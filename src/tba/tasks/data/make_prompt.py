@@ -85,25 +85,38 @@ def encode(
     if isinstance(text, str):
         # Data may hold the BOS as text: two of them are a sequence that no model has seen.
         starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        return _tokens(text, tokenizer, add_special_tokens=not starts_with_bos)
+        return tokens_of(text, tokenizer, add_special_tokens=not starts_with_bos)
     if tokenizer.chat_template is None:
         raise ValueError(
             "the data has chat messages but the tokenizer has no chat template: give plain text prompts, or a model with "
             "a template."
         )
+    return tokens_of(render_chat(text, tokenizer, template), tokenizer, add_special_tokens=False)
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text that the chat template writes for messages, special tokens included."""
     try:
         # As text first: the template writes its special tokens, and the tokenizer must add none.
-        words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **(template or {}))
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(template or {})
+        )
     except Exception as error:  # a template is a program: it may raise what it likes
-        roles = ", ".join(message["role"] for message in text)
+        roles = ", ".join(message["role"] for message in messages)
         raise PromptRefused(
             f"with the roles {roles} is refused by the tokenizer's chat template: {type(error).__name__}: {error}. Change "
             "the messages, or the template (chat_template of the tokenizer)."
         ) from None
-    return _tokens(words, tokenizer, add_special_tokens=False)
 
 
-def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text."""
     try:
         return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # tokenizers raises nothing more specific
