@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,14 @@ class ChatFormat:
         return self._ends[role, name]
 
     def _find_turn_end(self, role: str, name: str) -> TurnEnd:
-        after = self._after_dummy(role, name, [])
-        token = max(_control_tokens(self.tokenizer), key=after.rfind, default="")
-        if not token or token not in after:
-            raise self._refused("writes no special token at the end of the assistant's turn")
-        if PROBE not in self._after_dummy(role, name, [{"role": role, "name": name, "content": PROBE}]):
+        followed = self._after_dummy(role, name, [{"role": role, "name": name, "content": PROBE}])
+        if PROBE not in followed:
             raise self._refused(f"leaves out messages of role {role}")
+        # What it writes in both cases: some templates (Phi 3) put an EOS at the end of the conversation as well.
+        after = commonprefix([self._after_dummy(role, name, []), followed])  # noqa: RUF071 (of texts, not of paths)
+        token = max(_control_tokens(self.tokenizer), key=after.rfind)
+        if token not in after:
+            raise self._refused(f"ends an assistant's turn in another way when messages of role {role} follow")
         return TurnEnd(written=after[: after.rfind(token) + len(token)], token=token)
 
     def _after_dummy(self, role: str, name: str, messages: Sequence[Message]) -> str:
