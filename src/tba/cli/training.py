@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ import typer
 from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
 from tba.config import Config, ConfigError, dump_config, load_config
 from tba.config.reading import is_given, refuse_two_values, settings_by_name
+from tba.config.task import code_name
 from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry
 from tba.run.checks import TASK_NAMES, run_of
@@ -31,6 +33,12 @@ def train(
     data: Annotated[str | None, typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(help="file.py:Class that the policy talks to; same as task.environment=...")
+    ] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option(help="file.py:function that the policy may call; may be repeated.")
     ] = None,
     max_steps: Annotated[int | None, number_option("Same as train.max_steps=...", kind=int)] = None,
     max_seconds: Annotated[float | None, number_option("Same as train.max_seconds=...")] = None,
@@ -51,6 +59,7 @@ def train(
         "model.path": ("--model", model),
         "task.data": ("--data", data),
         "task.rewards": ("--reward", " ".join(reward) if reward else None),
+        "task.environment": ("--environment", environment),
         "train.max_steps": ("--max-steps", max_steps),
         "train.max_seconds": ("--max-seconds", max_seconds),
     }
@@ -62,6 +71,8 @@ def train(
         model=model,
         data=data,
         reward=reward or [],
+        environment=environment,
+        tools=tools or [],
         max_steps=max_steps,
         max_seconds=max_seconds,
     )
@@ -237,6 +248,8 @@ def given_config(
     model: str | None,
     data: str | None,
     reward: list[str],
+    environment: str | None = None,
+    tools: Sequence[str] = (),
     max_steps: int | None = None,
     max_seconds: float | None = None,
 ) -> Config:
@@ -250,13 +263,18 @@ def given_config(
     values: dict[str, dict] = {}
     if model is not None:
         values["model"] = {"path": model}
-    if data is not None or reward:
-        # Data or a reward of the user's own mean the task `custom`, unless an override names another.
+    talks = ({"classes": {code_name(environment): environment}} if environment else {}) | (
+        {"tools": list(tools)} if tools else {}
+    )
+    if data is not None or reward or talks:
+        # Data, a reward or an environment of the user's own mean the task `custom`, unless an override names another.
         values["task"] = {"name": "custom"}
         if reward:  # otherwise those of the config file
             values["task"]["rewards"] = [{"function": function} for function in reward]
         if data is not None:
             values["task"]["data"] = data
+        if talks:
+            values["task"]["environment"] = talks
     limits = {"max_steps": max_steps, "max_seconds": max_seconds}
     if limits := {name: limit for name, limit in limits.items() if limit is not None}:
         values["train"] = limits

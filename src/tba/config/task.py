@@ -5,17 +5,46 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from tba.config.section import LocalPath, Section, full_path
+
+
+def code_name(code: str | Callable[..., Any]) -> str:
+    """The name of a function or class: of `path/to/file.py:name` what follows the colon."""
+    if isinstance(code, str):
+        return code.rpartition(":")[2]
+    return str(getattr(code, "__name__", type(code).__name__))
+
+
+def _checked_code(code: Any) -> str | Callable[..., Any]:
+    if not isinstance(code, str) and not callable(code):
+        raise ValueError(f"{code!r} is neither `file.py:name` nor a Python object that can be called.")
+    if isinstance(code, str):
+        # In full: a resume or an evaluation may have another working directory.
+        path, colon, name = code.rpartition(":")
+        return f"{full_path(path)}:{name}" if colon else code
+    return code
+
+
+def _named_code(code: str | Callable[..., Any]) -> str:
+    # `_split` in load_function.py knows "<python>" and says that the code must be named again.
+    return code if isinstance(code, str) else f"<python>:{code_name(code)}"
+
+
+Code = Annotated[
+    str | Callable[..., Any], PlainValidator(_checked_code), PlainSerializer(_named_code, when_used="json")
+]
+"""Place of a user's function or class, `path/to/file.py:name`; in Python also the object itself, of which config.yaml keeps
+the name only."""
 
 
 class RewardConfig(Section):
     """A reward function and its weight. Text alone is the function: `rewards: [rewards.py:score]`."""
 
-    function: str | Callable[..., Any]
+    function: Code
     """Place of the function, `path/to/file.py:name`; it has TRL's signature f(prompts, completions, **columns) -> list[float
     | None]. In Python also the function itself; config.yaml then keeps its name only."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -31,27 +60,32 @@ class RewardConfig(Section):
     @property
     def label(self) -> str:
         """Name in metrics and stored data; the function's file is not imported for it."""
-        if self.name is not None:
-            return self.name
-        if isinstance(self.function, str):
-            return self.function.rpartition(":")[2]
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
+        return code_name(self.function) if self.name is None else self.name
 
-    @field_validator("function", mode="plain")
+
+class EnvironmentConfig(Section):
+    """What the policy talks to, turn by turn (docs/environments.md). Text alone is the environment:
+    `environment: game.py:Guess`."""
+
+    classes: dict[str, Code] = Field(default_factory=dict)
+    """Environments, `file.py:Class`, by name. Where there are several, the column `environment` of a row names its own.
+    Their public methods are tools (TRL's contract), or they have `reset` and `step`."""
+    tools: tuple[Code, ...] = ()
+    """Functions without state that the policy may call, `file.py:function`."""
+    max_turns: int | None = Field(default=None, ge=0)
+    """Largest number of answers of the environment in an episode (TRL's max_tool_calling_iterations); None = as many as
+    generate.max_new_tokens leaves room for, which counts the whole conversation."""
+    timeout_seconds: float = Field(default=30.0, gt=0.0)
+    """Longest that one answer of an environment may take. A slower one is ended, and its episode is lost and counted."""
+
+    @model_validator(mode="before")
     @classmethod
-    def _check_function(cls, function: Any) -> str | Callable[..., Any]:
-        if not isinstance(function, str) and not callable(function):
-            raise ValueError(f"task.rewards[].function={function!r} is neither `file.py:name` nor a Python function.")
-        if isinstance(function, str):
-            # In full: a resume or an evaluation may have another working directory.
-            path, colon, name = function.rpartition(":")
-            return f"{full_path(path)}:{name}" if colon else function
-        return function
+    def _from_class(cls, value: Any) -> Any:
+        return {"classes": {code_name(value): value}} if isinstance(value, str) or callable(value) else value
 
-    @field_serializer("function", when_used="json")
-    def _name_function(self, function: str | Callable[..., Any]) -> str:
-        # `_split` in load_function.py knows "<python>" and says that the function must be named again.
-        return function if isinstance(function, str) else f"<python>:{getattr(function, '__name__', 'reward')}"
+    @property
+    def is_there(self) -> bool:
+        return bool(self.classes or self.tools)
 
 
 class TLDRConfig(Section):
@@ -142,6 +176,7 @@ class TaskConfig(Section):
     rewards: tuple[RewardConfig, ...] = ()
     """Reward functions of custom, at least one; those given by `--reward file.py:f` have weight 1, and stand in for a
     config file's."""
+    environment: EnvironmentConfig = EnvironmentConfig()
     num_train_prompts: int = Field(default=20_000, ge=1)
     """Number of training problems of arithmetic and embedded tldr, the same ones whatever the run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
@@ -192,7 +227,12 @@ class TaskConfig(Section):
             raise ValueError(
                 "task.data is needed for task.name=custom: pass --data prompts.jsonl (or task.data=prompts.jsonl)."
             )
-        if self.name == "custom" and not self.rewards:
+        if self.environment.is_there and self.name != "custom":
+            raise ValueError(
+                f"task.environment is for task.name=custom, and task.name={self.name} has responses of one "
+                "turn: leave it out."
+            )
+        if self.name == "custom" and not self.rewards and not self.environment.classes:
             raise ValueError(
                 "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
                 "task.rewards=[{function: file.py:function}])."

@@ -155,6 +155,9 @@ def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str
     if found.task.rewards:
         rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in found.task.rewards]
         code["task.rewards"] = json.dumps(rewards)
+    if found.task.environment.is_there:
+        environment = found.task.environment.model_dump(mode="json", exclude_defaults=True)
+        code["task.environment"] = json.dumps(environment)
     unnamed = [f"{key}={value}" for key, value in code.items() if not {key, key.partition(".")[0]} & given]
     if unnamed:
         raise ConfigError(

@@ -24,6 +24,7 @@ from tba.runtime.columns import pack_responses
 from tba.runtime.prompt_queue import RolloutSource
 from tba.searcher.pace import PromptStream, ReferenceSamples, explore
 from tba.searcher.values import StepValues, lost_without_values
+from tba.tasks.environments.episodes import with_environments
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
 from tba.tasks.rewards.pool import finished_group, make_rewards, outcomes_of, texts_of
 from tba.tasks.task import FinishedGroup, Rewards, Task
@@ -298,7 +299,8 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
         update="drain" if config.is_synchronous else "in_flight",
         explores=config.search.explore.probability > 0.0,
     )
-    return engine if lora is None else with_adapters(engine, loaded.model)
+    engine = engine if lora is None else with_adapters(engine, loaded.model)
+    return with_environments(engine, config, loaded.tokenizer)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:

@@ -25,6 +25,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import RewardConfig, TaskConfig
+from tba.config.task import code_name
 from tba.tasks.data.make_prompt import (
     LazyPrompts,
     hash_64,
@@ -37,8 +38,8 @@ from tba.tasks.data.make_prompt import (
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.functions import RewardSet, named_rewards
-from tba.tasks.rewards.load_function import GIVEN_ARGUMENTS, check_reward_function, shortened
+from tba.tasks.rewards.functions import RewardSet, episode_ends, named_rewards
+from tba.tasks.rewards.load_function import GIVEN_ARGUMENTS, check_code, check_reward_function, shortened
 from tba.tasks.task import EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.types import Completion, Prompt, combined_reward
 
@@ -56,9 +57,15 @@ class CustomTask:
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
         # Without importing the rewards' files: they may load models, and every role makes the task.
+        for place in (*config.environment.classes.values(), *config.environment.tools):
+            check_code(place)
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         self._functions = named_rewards(config.rewards)
-        self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
+        self.reward_weights: Mapping[str, float] = {
+            # Rewards that environments give have weight 1, under the names of their classes.
+            **{code_name(own): 1.0 for own in config.environment.classes.values()},
+            **{reward.label: reward.weight for reward in config.rewards},
+        }
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
@@ -84,7 +91,9 @@ class CustomTask:
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         # For callers of their own: in a run the files of rewards are imported in the workers alone.
         ids = [completion.token_ids.tolist() for completion in completions]
-        return RewardSet(self._functions).score(prompt.text, prompt.columns, texts, ids)
+        return RewardSet(self._functions).score(
+            prompt.text, prompt.columns, texts, ids, episodes=episode_ends(completions)
+        )
 
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):

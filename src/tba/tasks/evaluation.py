@@ -300,7 +300,9 @@ class Distance:
         completions = [completion for group in groups for completion in group.completions]
         # Both sides at the training temperature: the difference is then the KL that training penalises.
         log_start = self._log_probs(groups, self.temperature, between_steps)
-        return np.array([float((c.policy_log_probs - start)[c.loss_mask].sum()) for c, start in zip(completions, log_start)])
+        return np.array(
+            [float((c.policy_log_probs - start)[c.loss_mask].sum()) for c, start in zip(completions, log_start)]
+        )
 
     def means(
         self,

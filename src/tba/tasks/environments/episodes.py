@@ -17,15 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tba.config import Config
+from tba.config.task import code_name
 from tba.engine.contract import Engine
 from tba.runtime.channels import POLL_SECONDS
 from tba.tasks.environments.chat_format import ChatFormat, PlainFormat, Reply
-from tba.tasks.environments.host import Answer, EpisodeKey
+from tba.tasks.environments.host import Answer, EnvironmentSpec, EpisodeKey
+from tba.tasks.environments.playground import Finished
 from tba.tasks.environments.workers import Environments
 from tba.types import Completion, Episode, Finish, Prompt, Request, Sampling, Weights
 
@@ -33,6 +36,30 @@ OPEN_PER_SLOT = 2
 """Episodes that may be open for each slot of the engine: as many wait for their environments as are generated."""
 
 Message = dict[str, Any]
+
+
+def with_environments(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine, with the environments of the config if it has some."""
+    environment = config.task.environment
+    if not environment.is_there:
+        return engine
+    spec = EnvironmentSpec(
+        classes=environment.classes,
+        rewards={name: code_name(code) for name, code in environment.classes.items()},
+        tools=environment.tools,
+        timeout_seconds=environment.timeout_seconds,
+        copies=bool(config.task.rewards),
+    )
+    log, passed_on = config.run_folder / "logs" / "environments.log", config.search.reward_environment
+    episodes = EpisodeEngine(
+        engine,
+        lambda: Environments(spec, log=log, passed_on=passed_on),
+        tokenizer,
+        seed=config.seed,
+        max_turns=environment.max_turns,
+        template=config.task.chat_template_kwargs,
+    )
+    return cast(Engine, episodes)
 
 
 class EpisodeEngine:
@@ -252,8 +279,9 @@ class Turns:
 
     def _open(self) -> bool:
         """Read a rollout and reset its environments -> whether there was one."""
-        request = next(self._requests, StopIteration)
-        if request is StopIteration:
+        try:
+            request = next(self._requests)
+        except StopIteration:
             self._exhausted = True
             return False
         if request is None:
@@ -277,7 +305,7 @@ class Turns:
                     self._begin(running.request, self._resetting.pop(rollout))
             elif answer.error:
                 self._close(running, failure=answer.error)
-            elif isinstance(answer.value, tuple) and hasattr(answer.value, "rewards"):
+            elif isinstance(answer.value, Finished):
                 self._close(running, rewards=answer.value.rewards, environment=answer.value.copy)
             else:
                 self._continue(running, answer.value)
@@ -409,5 +437,5 @@ def with_observation(text: str | Sequence[Mapping[str, str]], told: str | None) 
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:
-    """Seed of the environments of a prompt: its K episodes meet the same luck, so that they differ by their actions alone."""
+    """Seed of the environments of a prompt: its K episodes meet the same luck, and differ by their actions alone."""
     return int.from_bytes(blake2b(f"{seed}/environment/{prompt.id}".encode(), digest_size=4).digest(), "little")

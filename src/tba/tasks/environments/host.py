@@ -4,8 +4,8 @@
                           |-- child: a Playground; one job at a time, one episode after another
                           |-- child ...
 
-A child that takes too long is killed and costs its episode alone. The guard (rewards/worker.py) ends all of them. The host has
-a single thread, so that a fork takes no locks of other threads with it.
+A child that takes too long is killed and costs its episode alone. The guard (rewards/worker.py) ends all of them. The host
+has a single thread, so that a fork takes no locks of other threads with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -34,10 +35,13 @@ EpisodeKey = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """The user's environments and tools: EnvironmentSpec(classes={"Countdown": "game.py:Countdown"}, tools=())"""
+    """The user's environments and tools: EnvironmentSpec(classes={"game": "game.py:Countdown"}, rewards={"game":
+    "Countdown"})"""
 
     classes: Mapping[str, str | Callable[..., Any]]
     """By the name in the data's column `environment`."""
+    rewards: Mapping[str, str]
+    """Names of the rewards that they give."""
     tools: tuple[str | Callable[..., Any], ...] = ()
     timeout_seconds: float = 30.0
     """Longest that one answer may take."""
@@ -81,7 +85,10 @@ class EnvironmentHost:
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
-        self._kinds = {name: Kind.of(_loaded(make, "environment")) for name, make in spec.classes.items()}
+        # Once, before any fork: the children share what is loaded.
+        self._kinds = {
+            name: Kind.of(spec.rewards[name], _loaded(make, "environment")) for name, make in spec.classes.items()
+        }
         if not self._kinds:
             self._kinds = {NO_TOOLS: Kind(name=NO_TOOLS, make=None, tools={}, steps=False)}
         functions = [_loaded(own, "tool") for own in spec.tools]
@@ -124,10 +131,8 @@ class EnvironmentHost:
         child = self._busy.get(episode) or self._take(episode)
         child.ends = job[0] == "finish"
         child.deadline = time.monotonic() + self._spec.timeout_seconds
-        try:
+        with suppress(OSError):  # it has died: its connection reads as ended
             child.connection.send(job)
-        except OSError:
-            pass  # it has died: its connection reads as ended
 
     def _answer(self, child: Child, ready: list[Any]) -> Answer | None:
         """A child's answer; None = it goes on."""

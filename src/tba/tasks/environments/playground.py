@@ -53,8 +53,7 @@ class Kind:
     """Whether it takes whole turns by `step`."""
 
     @classmethod
-    def of(cls, make: Callable[[], Any]) -> Kind:
-        name = getattr(make, "__name__", type(make).__name__)
+    def of(cls, name: str, make: Callable[[], Any]) -> Kind:
         kind = make if inspect.isclass(make) else type(make())
         if is_step_environment(kind):
             return cls(name=name, make=make, tools={}, steps=True)
@@ -167,7 +166,11 @@ def _text(value: Any) -> str:
     """A value as the policy reads it: text as it is, chat messages by their contents, all else as JSON or as printed."""
     if isinstance(value, str):
         return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(own, Mapping) and "content" in own for own in value):
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(own, Mapping) and "content" in own for own in value)
+    ):
         return "\n".join(str(own["content"]) for own in value)
     try:
         return json.dumps(value, ensure_ascii=False)
@@ -179,4 +182,4 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-__all__ = ["NO_TOOLS", "NOT_TOOLS", "Finished", "Kind", "Playground", "StepResult"]
+__all__ = ["NOT_TOOLS", "NO_TOOLS", "Finished", "Kind", "Playground", "StepResult"]

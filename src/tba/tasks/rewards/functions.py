@@ -6,7 +6,8 @@ verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -
 
 Both may be `async def`.
 
-For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
+For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL; of an episode it is all its messages,
+and `environments` are copies of the environments at the end. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
 other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
 ones are lost. Nothing here imports torch or pydantic, so that a worker, when it was killed, is back in a moment.
@@ -17,10 +18,11 @@ from __future__ import annotations
 import atexit
 import inspect
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.load_function import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from tba.config import RewardConfig
+    from tba.types import Completion
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
@@ -50,6 +53,22 @@ def named_rewards(configs: Sequence[RewardConfig]) -> NamedRewards:
     if len(set(names)) != len(names):
         raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
     return {reward.label: reward.function for reward in configs}
+
+
+class EpisodeEnd(NamedTuple):
+    """What rewards get of an episode: EpisodeEnd(messages=[...], rewards={"Guess": 1.0}, environment=None, failure="")"""
+
+    messages: Sequence[Mapping[str, Any]]
+    rewards: Mapping[str, float]
+    environment: bytes | None
+    """Its pickled copy."""
+    failure: str
+
+
+def episode_ends(completions: Sequence[Completion]) -> list[EpisodeEnd]:
+    """What rewards get of the completions' episodes; none where they are single responses."""
+    found = [completion.episode for completion in completions]
+    return [EpisodeEnd(own.messages, own.rewards, own.environment, own.failure) for own in found if own is not None]
 
 
 class RewardSet:
@@ -80,17 +99,20 @@ class RewardSet:
         texts: Sequence[str],
         completion_ids: Sequence[list[int]],
         step: int = 0,
+        episodes: Sequence[EpisodeEnd] = (),
     ) -> list[Outcome]:
-        """Components of each sample of one prompt, or why it has none; `step` is that of the weights that generated."""
+        """Components of each sample of one prompt, or why it has none; `step` is that of the weights that generated.
+        `episodes` are the ends of the samples' episodes; none where they are single responses."""
         # `step` is set before the calls: trainer_state and log_metric of TRL's signature read it.
         for reward in self._rewards:
-            reward.step = step
+            reward.step, reward.episodes = step, episodes
         # Each reward sees all samples also where another has failed: none of them knows of the others.
         by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
         outcomes: list[Outcome] = []
         for sample in range(len(texts)):
-            values: dict[str, float | None] = {}
-            failed: RewardFailed | None = None
+            episode = episodes[sample] if episodes else None
+            values: dict[str, float | None] = {} if episode is None else dict(episode.rewards)
+            failed = RewardFailed(episode.failure) if episode is not None and episode.failure else None
             for name, own in by_reward.items():
                 value = own[sample]
                 if isinstance(value, RewardFailed):
@@ -117,6 +139,8 @@ class RewardFunction:
         self.out_of_memory = False
         self.step = 0
         """Optimizer step of the weights that generated what is scored."""
+        self.episodes: Sequence[EpisodeEnd] = ()
+        """Ends of the episodes that are scored."""
 
     def __call__(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
@@ -132,8 +156,11 @@ class RewardFunction:
                 return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)
             if len(texts) == 1 or not self.per_sample or isinstance(error, MemoryError):
                 return [RewardFailed(f"{self.name} {self._where(error)}{self._cost(len(texts))}")] * len(texts)
-        singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
-        return [values[0] for values in singles]
+        found, episodes = [], self.episodes
+        for sample, (text, ids) in enumerate(zip(texts, completion_ids)):
+            self.episodes = episodes[sample : sample + 1]
+            found += self(prompt, columns, [text], [ids])
+        return found
 
     def _values(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
@@ -176,15 +203,21 @@ class RewardFunction:
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
     ) -> list[Any]:
         count = len(texts)
-        chat = not isinstance(prompt, str)
+        completions: list[Any] = list(texts)
+        if self.episodes:
+            completions = [list(episode.messages) for episode in self.episodes]
+        elif not isinstance(prompt, str):
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
         arguments = {
             **self._extras(),
             **{name: [value] * count for name, value in columns.items()},
             "prompts": [prompt] * count,
-            "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
+            "completions": completions,
             "completion_ids": [list(own) for own in ids],
         }
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values())
+        if self.episodes and (takes_all or "environments" in self._parameters):
+            arguments["environments"] = [own.environment and pickle.loads(own.environment) for own in self.episodes]
         # Without **columns a function gets only what it names, where TRL's would fail.
         if not takes_all:
             # Later keys win: a column named `prompts` or `completions` does not hide the real ones.

@@ -25,7 +25,9 @@ LONGEST_TEXT = 500
 """Characters of an error's own text that are passed on: a user's code may put anything there."""
 VERL_ARGUMENTS = frozenset(("data_source", "solution_str", "ground_truth"))
 """Parameters by which a reward with verl's signature is known."""
-GIVEN_ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"))
+GIVEN_ARGUMENTS = frozenset(
+    ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+)
 """Arguments of a reward with TRL's signature that do not come from the data."""
 WITHHELD = "TBA_WITHHELD"
 """Environment variable of a reward's process with the names of those that it did not get."""
@@ -47,6 +49,26 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
         return _columns(has_default, f"reward {getattr(specification, '__name__', type(specification).__name__)!r}")
     what = f"reward {specification!r}"
     file, name = _split(specification, what=what, kind="function")
+    tree = _defined(file, name, what=what, kind="function")
+    found = [statement for statement in tree.body if getattr(statement, "name", None) == name]
+    stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
+    if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
+        return []
+    return _needed_columns(found[0], what)
+
+
+def check_code(place: str | Callable[..., Any]) -> None:
+    """Refuse an environment or tool that cannot be used, without importing its file."""
+    if isinstance(place, str):
+        what = f"environment or tool {place!r}"
+        file, name = _split(place, what=what, kind="name")
+        _defined(file, name, what=what, kind="class or function")
+    else:
+        _check_picklable(place)
+
+
+def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:
+    """The file's syntax tree; refuses one whose top level does not bind the name."""
     tree = _parse(file, what)
     _refuse_missing_imports(tree, file, what)
     # symtable knows what the top level binds by loops, with, walrus and imports, without running it.
@@ -55,12 +77,8 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     imports_all = any(isinstance(own, ast.ImportFrom) and own.names[0].name == "*" for own in ast.walk(tree))
     # A module's __getattr__ or a star import may provide any name, so absence proves nothing.
     if name not in bound and "__getattr__" not in bound and not imports_all:
-        raise ValueError(_no_such(what, file, "function", name, [key for key, is_own in bound.items() if is_own]))
-    found = [statement for statement in tree.body if getattr(statement, "name", None) == name]
-    stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
-    if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
-        return []
-    return _needed_columns(found[0], what)
+        raise ValueError(_no_such(what, file, kind, name, [key for key, is_own in bound.items() if is_own]))
+    return tree
 
 
 def _needed_columns(found: ast.stmt, what: str) -> list[str]:
@@ -174,7 +192,7 @@ def _check_picklable(function: Callable[..., Any]) -> None:
         cloudpickle.dumps(function)
     except Exception as error:  # whatever the function holds may fail to be pickled, each in its own way
         raise ValueError(
-            f"reward {name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
+            f"{name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
             "models inside the function, at its first call, or put it in a file and name it file.py:function."
         ) from None
 

@@ -24,7 +24,7 @@ from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
-from tba.tasks.rewards.functions import named_rewards
+from tba.tasks.rewards.functions import episode_ends, named_rewards
 from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
 from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
@@ -260,8 +260,9 @@ class WorkerRewards:
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         ids = [completion.token_ids.tolist() for completion in group.completions[samples]]
         prompt, step = group.prompt, max(completion.version for completion in group.completions)
+        episodes = episode_ends(group.completions[samples])
         # The other half is RewardService.__call__ in worker.py: the tuple is RewardSet.score's arguments.
-        process.link.send((prompt.text, dict(prompt.columns), list(group.texts[samples]), ids, step))
+        process.link.send((prompt.text, dict(prompt.columns), list(group.texts[samples]), ids, step, episodes))
         # Until the first answer the deadline is also what is left of the time for it.
         left, started = self._unanswered_seconds, time.monotonic()
         answer = process.link.receive(self._timeout_seconds if left is None else min(self._timeout_seconds, left))

@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tba.config import Config
 from tba.observe.files import write_json
@@ -26,8 +27,10 @@ LARGEST_BYTES = 2**20
 
 
 def user_files(config: Config) -> list[Path]:
-    """Python files that a config names: those of its rewards, and of a task of the user's own."""
-    named = [reward.function for reward in config.task.rewards if isinstance(reward.function, str)]
+    """Python files that a config names: those of its rewards and environments, and of a task of the user's own."""
+    environment = config.task.environment
+    code = [*(own.function for own in config.task.rewards), *environment.classes.values(), *environment.tools]
+    named = [own for own in code if isinstance(own, str)]
     places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if ":" in config.task.name else [])]]
     return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
 
@@ -89,7 +92,9 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
     copies = {Path(origin): folder.sources / number for number, origin in origins.items()}
 
     # The user's file wins while it is there; a copy is used only where it is gone.
-    def found(place: str) -> str:
+    def found(place: Any) -> Any:
+        if not isinstance(place, str):
+            return place
         path, _, name = place.rpartition(":")
         file = Path(path).expanduser()
         copy = copies.get(file.parent, folder.sources) / file.name
@@ -102,9 +107,13 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
             logger.warning("%s has changed since the run: what it gives now is used. The run's own is %s.", file, copy)
         return place
 
-    rewards = tuple(
-        reward.model_copy(update={"function": found(reward.function)}) if isinstance(reward.function, str) else reward
-        for reward in config.task.rewards
-    )
-    name = found(config.task.name) if ":" in config.task.name else config.task.name
-    return config.model_copy(update={"task": config.task.model_copy(update={"rewards": rewards, "name": name})})
+    task, environment = config.task, config.task.environment
+    classes = {name: found(place) for name, place in environment.classes.items()}
+    update = {
+        "rewards": tuple(reward.model_copy(update={"function": found(reward.function)}) for reward in task.rewards),
+        "environment": environment.model_copy(
+            update={"classes": classes, "tools": tuple(map(found, environment.tools))}
+        ),
+        "name": found(task.name) if ":" in task.name else task.name,
+    }
+    return config.model_copy(update={"task": task.model_copy(update=update)})
