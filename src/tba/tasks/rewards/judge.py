@@ -1,13 +1,13 @@
 """A judge: a model behind an OpenAI-compatible endpoint (vLLM's, a provider's) whose opinion is the reward.
 
-    from tba import Judge
+    from tba import Judge                                                               # rewards.py
 
-    helpful = Judge(url="http://127.0.0.1:8000/v1", model="judge-7b", prompt="Question: {prompt} Answer: {response} Is it right?")
+    helpful = Judge(url="http://127.0.0.1:8000/v1", model="judge-7b", prompt="Q: {prompt} A: {response} Does it help?")
 
-stands in rewards.py and is used by `--reward rewards.py:helpful`. With {response} each response gets a score. With {responses}
-the responses of a prompt are ranked in one request. A question that fails has no reward, never 0.
+It is used by `--reward rewards.py:helpful`. With {response} each response gets a score. With {responses} the responses to a
+prompt are ranked in one request. A question that fails gives no reward, never 0.
 
-HTTP is the standard library's in threads: no HTTP library is a dependency, and a judge takes far longer than its connection.
+HTTP is the standard library's, in threads: no HTTP library is a dependency, and a judge takes far longer than a connection.
 Nothing here imports torch, so that a reward worker is back in a moment.
 """
 
@@ -43,10 +43,10 @@ RANKING_LINE = (
     "End your answer with a line of the numbers of all {count} responses from best to worst: `Ranking: {example}`."
 )
 SCORE = re.compile(r"\bscore\b[^\w-]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-BARE_SCORE = re.compile(r"\s*(\d+(?:\.\d+)?)(?:\s*/\s*10)?[\s.]*")
+BARE_SCORE = re.compile(r"\A\s*(\d+(?:\.\d+)?)(?:\s*/\s*10)?[\s.]*\Z")
 """An answer that is a number alone: 7 or 7/10."""
 RANKING = re.compile(r"\branking\b[^\w\n]*((?:\d+[^\w\n]+)*\d+)", re.IGNORECASE)
-BARE_RANKING = re.compile(r"[^\w\n]*((?:\d+[^\w\n]+)*\d+)\W*")
+BARE_RANKING = re.compile(r"\A\W*((?:\d+[^\w\n]+)*\d+)\W*\Z")
 
 
 class JudgeError(RuntimeError):
@@ -80,8 +80,8 @@ class Judge:
             raise ValueError(f"url={self.url!r} of the judge is none: it begins with http:// or https://.")
         if ("{response}" in self.prompt) == ("{responses}" in self.prompt):
             raise ValueError(
-                "prompt of the judge: write {response} where the response goes, to have each scored, or {responses}, to have "
-                "those of a prompt ranked."
+                "prompt of the judge: write {response} where a response goes, to have each scored, or {responses}, to have "
+                "all of a prompt ranked."
             )
         if self.key_env is not None and self.key_env not in os.environ:
             raise ValueError(f"key_env of the judge: the environment variable {self.key_env} is not set.")
@@ -225,7 +225,7 @@ def filled(template: str, values: Mapping[str, Any]) -> str:
 
 def score_in(answer: str) -> float:
     """The last score of an answer, 0..10, as a reward."""
-    found = SCORE.findall(answer) or BARE_SCORE.fullmatch(answer)
+    found = SCORE.findall(answer) or BARE_SCORE.findall(answer)
     score = float(found[-1]) if found else -1.0
     if not 0.0 <= score <= 10.0:
         raise JudgeError(f"the judge's answer has no score from 0 to 10: {shortened(answer, 200)}")
@@ -234,7 +234,7 @@ def score_in(answer: str) -> float:
 
 def ranking_in(answer: str, count: int) -> list[int]:
     """The last ranking of an answer: the numbers 1..count, the best first."""
-    found = RANKING.findall(answer) or BARE_RANKING.fullmatch(answer)
+    found = RANKING.findall(answer) or BARE_RANKING.findall(answer)
     order = [int(number) for number in re.findall(r"\d+", found[-1])] if found else []
     if sorted(order) != list(range(1, count + 1)):
         raise JudgeError(f"the judge's answer does not rank the {count} responses: {shortened(answer, 200)}")
