@@ -227,8 +227,8 @@ def test_equal_questions_are_asked_once_also_by_later_processes(server, tmp_path
         assert len(server.requests) == 2
     log = (tmp_path / "rewards.log").read_text().splitlines()
     assert [line for line in log if line.startswith("judge")] == [
-        "judge m: 2 requests, 0 from the cache, 20 + 6 tokens",
-        "judge m: 0 requests, 2 from the cache, 0 + 0 tokens",
+        "judge m: 2 requests, 0 answers from the cache, 20 + 6 tokens",
+        "judge m: 0 requests, 2 answers from the cache, 0 + 0 tokens",
     ]
 
 

@@ -105,9 +105,8 @@ class Judge:
         rewards = await (self._ranked if self.ranks else self._scored)(values, sorted(set(texts)))
         # Totals of this worker, in the rewards' log.
         requests, cached, sent, received = (self.counts[name] for name in ("requests", "cached", "sent", "received"))
-        print(
-            f"judge {self.model}: {requests} requests, {cached} from the cache, {sent} + {received} tokens", flush=True
-        )
+        totals = f"{requests} requests, {cached} answers from the cache, {sent} + {received} tokens"
+        print(f"judge {self.model}: {totals}", flush=True)
         return [rewards[text] for text in texts]
 
     async def _scored(self, values: Mapping[str, Any], texts: list[str]) -> dict[str, float | BaseException]:
@@ -147,11 +146,11 @@ class Judge:
 
     async def _asked(self, payload: bytes) -> str:
         """The text of the judge's answer. Overloads and lost connections are tried again until the deadline."""
-        deadline, pause = time.monotonic() + self.timeout_seconds, 1.0
+        deadline, pause = time.monotonic() + self.timeout_seconds, 0.1
         while True:
             self.counts["requests"] += 1
             left = max(deadline - time.monotonic(), 0.001)  # a socket refuses 0
-            status, wait, text = None, None, "no answer"
+            status, wait, text = None, 0.0, "no answer"
             try:
                 sent = asyncio.get_running_loop().run_in_executor(threads(), self._post, payload, left)
                 # The socket's own time-out starts anew with every byte.
@@ -163,7 +162,8 @@ class Judge:
             problem = shortened(text if status is None else f"HTTP status {status}: {text}", 200)
             if status is not None and status not in RETRIED:
                 raise JudgeError(f"{self.url}: {problem}")
-            seconds = pause * random.uniform(0.5, 1.0) if wait is None else wait
+            # A random part, so that the questions of all workers do not come back at once.
+            seconds = wait + pause * random.uniform(0.5, 1.0)
             if time.monotonic() + seconds >= deadline:
                 raise JudgeError(
                     f"{self.url} did not answer within timeout_seconds={self.timeout_seconds:g}: {problem}"
@@ -171,7 +171,7 @@ class Judge:
             await asyncio.sleep(seconds)
             pause *= 2.0
 
-    def _post(self, payload: bytes, timeout_seconds: float) -> tuple[int, float | None, str]:
+    def _post(self, payload: bytes, timeout_seconds: float) -> tuple[int, float, str]:
         """Status, seconds to wait and text of the answer to a request. Runs in a thread."""
         request = Request(f"{self.url.rstrip('/')}/chat/completions", payload, {"Content-Type": "application/json"})
         if self.key_env is not None:
@@ -179,10 +179,10 @@ class Judge:
             request.add_unredirected_header("Authorization", f"Bearer {os.environ[self.key_env]}")
         try:
             with urlopen(request, timeout=timeout_seconds) as reply:
-                return reply.status, None, reply.read().decode(errors="replace")
+                return reply.status, 0.0, reply.read().decode(errors="replace")
         except HTTPError as error:
-            wait = error.headers.get("Retry-After", "")  # of a date no use is made: the pause is ours
-            seconds = float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else None
+            wait = error.headers.get("Retry-After", "")  # seconds; a date counts as none
+            seconds = float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0
             return error.code, seconds, error.read().decode(errors="replace")
 
     def _content(self, text: str) -> str:
