@@ -84,7 +84,7 @@ class Judge:
                 "all of a prompt ranked."
             )
         if self.key_env is not None and self.key_env not in os.environ:
-            raise ValueError(f"key_env of the judge: the environment variable {self.key_env} is not set.")
+            raise ValueError(f"key_env of the judge: the environment variable {self.key_env} is not set")
 
     @property
     def ranks(self) -> bool:
