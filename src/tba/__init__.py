@@ -3,7 +3,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "TBAConfig", "TBATrainer", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "Judge", "TBAConfig", "TBATrainer", "__version__"]
 
 OF_TRL = (
     *("DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser"),
@@ -14,6 +14,10 @@ OF_TRL = (
 
 def __getattr__(name: str) -> Any:
     """Import the entry points when they are asked for: `import tba` alone stays quick."""
+    if name == "Judge":  # for files of rewards, whose workers do without torch
+        from tba.tasks.rewards.judge import Judge
+
+        return Judge
     if name in __all__:
         from tba import trl as api
 

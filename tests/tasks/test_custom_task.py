@@ -217,6 +217,29 @@ def test_async_functions_share_what_belongs_to_an_event_loop_between_calls():
     assert call(compute_score, ["3", "4"], data_source="toy", ground_truth="3") == [1.0, 0.0]
 
 
+def test_async_calls_of_verl_functions_run_together_and_fail_alone():
+    """Each waits until all three have begun; an exception among them, or among TRL's values, costs its own sample."""
+    begun, all_begun = [], asyncio.Event()
+
+    async def compute_score(data_source, solution_str, ground_truth):
+        begun.append(solution_str)
+        if len(begun) == 3:
+            all_begun.set()
+        await asyncio.wait_for(all_begun.wait(), 20)
+        return 1.0 / float(solution_str)
+
+    first, failed, last = call(compute_score, ["1", "0", "2"], data_source="toy", ground_truth="3")
+    assert (first, last) == (1.0, 0.5)
+    assert re.search(r"failed at .*test_custom_task.py:\d+: ZeroDivisionError", str(failed))
+
+    async def reward(completions, **columns):
+        return await asyncio.gather(*(compute_score("", text, "") for text in completions), return_exceptions=True)
+
+    first, failed = call(reward, ["4", "0"])
+    assert first == 0.25
+    assert re.search(r"failed at .*test_custom_task.py:\d+: ZeroDivisionError", str(failed))
+
+
 def test_verl_functions_are_called_sample_by_sample():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         assert (data_source, extra_info) == ("toy", {"split": "train"})

@@ -4,7 +4,8 @@ TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None] 
        log_metric are among the columns)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
-Both may be `async def`.
+Both may be `async def`: the samples of a prompt are then awaited at once. An exception among the values costs its sample
+only (`await asyncio.gather(*calls, return_exceptions=True)`).
 
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL; of an episode it is all its messages,
 and `environments` are copies of the environments at the end. A function gets all samples of a prompt
@@ -176,6 +177,9 @@ class RewardFunction:
         """A value as a number; what is none costs its sample only."""
         if value is None:
             return None
+        if isinstance(value, BaseException):
+            self.out_of_memory |= isinstance(value, MemoryError)
+            return RewardFailed(f"{self.name} {self._where(value)}")
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
@@ -222,7 +226,9 @@ class RewardFunction:
         if not takes_all:
             # Later keys win: a column named `prompts` or `completions` does not hide the real ones.
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-        result = _awaited(self.function(**arguments))
+        [result] = _awaited([self.function(**arguments)])
+        if isinstance(result, BaseException):
+            raise result
         if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__iter__"):
             raise WrongNumber(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
@@ -244,20 +250,27 @@ class RewardFunction:
             "extra_info": columns.get("extra_info"),
         }
         known = {name: value for name, value in known.items() if name in self._parameters}
-        scores = [_awaited(self.function(solution_str=text, **known)) for text in texts]
+        scores = _awaited([self.function(solution_str=text, **known) for text in texts])
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
-def _awaited(result: Any) -> Any:
-    """Result of a function; an `async def` is run to its end."""
-    return _event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+def _awaited(results: list[Any]) -> list[Any]:
+    """Results of calls of a function; those of an `async def` are awaited together, and may be exceptions."""
+    if not any(map(inspect.iscoroutine, results)):
+        return results
+    import asyncio  # few rewards need it, and every worker would wait for it
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*results, return_exceptions=True)
+
+    return _event_loop().run_until_complete(together())
 
 
 @cache
 def _event_loop() -> AbstractEventLoop:
     """The event loop of all async rewards of this process. One for each call, as asyncio.run makes it, would break what a
     reward keeps between calls: an HTTP client belongs to the loop of its first use."""
-    import asyncio  # few rewards need it, and every worker would wait for it
+    import asyncio
 
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
