@@ -102,6 +102,9 @@ class Engine(ABC):
     ) -> list[np.ndarray]:
         """float32 log-probs of each response's tokens after its prompt, under the weights in use."""
 
+    def close(self) -> None:
+        """End the processes that it has started, with those of its clone."""  # noqa: B027
+
     @abstractmethod
     def clone_for_evaluation(self) -> Engine:
         """A second engine over the same weights, to evaluate while this one stands still."""

@@ -448,5 +448,6 @@ class SyncRun(Run):
 
     def close(self) -> None:
         self.searcher.close()
+        self.evaluation_engine.close()
         self.recorder.close()
         self.trainer.close()  # last: it raises where groups could not be written

@@ -6,7 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -298,7 +298,8 @@ def evaluate(
                     "task.eval_data=FILE.jsonl.",
                     *(config.task.label, config.evaluate.split),
                 )
-            return evaluator(make_search_engine(config, inputs.loaded))
+            with closing(make_search_engine(config, inputs.loaded)) as engine:
+                return evaluator(engine)
         finally:
             rewards.close()
 
@@ -319,6 +320,7 @@ def generate(
     longest = max((len(prompt.token_ids) for prompt in made), default=1)
     shape, machine = ModelShape.of(loaded), Machine.found(config)
     config = resolve(config, shape, machine, longest_prompt=lambda: longest, trains=False)
-    engine, sampling = make_search_engine(config, loaded), replace(training_sampling(config), greedy=greedy)
-    groups = respond(engine, loaded.tokenizer, made, num_generations, sampling)
+    sampling = replace(training_sampling(config), greedy=greedy)
+    with closing(make_search_engine(config, loaded)) as engine:
+        groups = respond(engine, loaded.tokenizer, made, num_generations, sampling)
     return [list(group.texts) for group in groups]

@@ -155,7 +155,8 @@ class Searcher:
             self.reference_samples.load(weights)
 
     def close(self) -> None:
-        """End the workers of its rewards."""
+        """End the workers of its rewards and environments."""
+        self.engine.close()
         self.rewards.close()
         if self.step_values is not None:
             self.step_values.rewards.close()

@@ -12,7 +12,6 @@ through the engine once more, as a request whose prefix is complete, and the eng
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,8 +77,6 @@ class EpisodeEngine:
         """`template` is what the chat template gets besides messages and tools."""
         self.engine = engine
         self.environments = make_environments()
-        # The host ends with its engine, or with this process.
-        weakref.finalize(self, self.environments.close)
         self.tokenizer, self.seed, self.max_turns = tokenizer, seed, max_turns
         self._make_environments, self._template = make_environments, template
         self._formats: dict[str, ChatFormat | PlainFormat] = {}
@@ -90,6 +87,12 @@ class EpisodeEngine:
 
     def load(self, weights: Weights) -> None:
         self.engine.load(weights)
+
+    def close(self) -> None:
+        """End the environments, with those of the clone."""
+        self.environments.close()
+        if self._sibling is not None:
+            self._sibling.close()
 
     def clone_for_evaluation(self) -> EpisodeEngine:
         """An engine with environments of its own: an evaluation goes on in the middle of a search."""
@@ -338,6 +341,12 @@ class Turns:
         kind = self._engine.kind_of(prompt)
         messages = with_observation(prompt.text, told)
         ids = self._engine.format_of(kind).prompt_ids(messages)
+        if len(ids) + self._sampling.max_new_tokens > self._engine.max_length:
+            raise ValueError(
+                f"prompt {prompt.id!r}, with the tools and first words of its environment, has {len(ids)} tokens, and the "
+                f"episode up to {self._sampling.max_new_tokens} more: together more than the model's context of "
+                f"{self._engine.max_length}. Shorten the tools' docstrings, or lower generate.max_new_tokens."
+            )
         text = messages[0]["content"] if isinstance(prompt.text, str) else messages
         return replace(prompt, token_ids=ids, text=text)
 

@@ -127,7 +127,8 @@ class Playground:
             self._rewards.append(float(sum(rewards.values()) if isinstance(rewards, Mapping) else rewards or 0.0))
         if hasattr(environment, "get_reward"):
             self._rewards.append(float(_awaited(environment.get_reward())))
-        found = {self._kind.name: sum(self._rewards)} if self._rewards else {}
+        # An episode without a step has a reward of 0; tools alone give none.
+        found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
         copy = None
         if self._copies:
             with suppress(Exception):  # locks, files, connections: rewards then get None
