@@ -249,7 +249,7 @@ def test_an_unknown_syntax_of_calls_is_refused_with_its_remedy():
 
 
 def test_messages_that_the_template_refuses_say_so():
-    with pytest.raises(ValueError, match="roles user, assistant, user, user is refused .* must alternate"):
+    with pytest.raises(ValueError, match=r"roles user, assistant, user, user is refused .* must alternate"):
         format_of("gemma_3").next_turn_ids([USER, USER])
 
 
@@ -268,3 +268,17 @@ def test_a_plain_model_has_no_tools():
         PlainFormat(byte_tokenizer(), TOOLS)
     with pytest.raises(ValueError, match="has no chat template: use PlainFormat"):
         ChatFormat(byte_tokenizer())
+
+
+@pytest.mark.parametrize("family", ["qwen_2_5", "gemma_3"])
+def test_half_a_character_that_a_tool_sends_back_is_a_question_mark(family):
+    format = format_of(family, TOOLS)
+    result = {"role": "tool", "name": "look", "content": "A \ud83d."}
+    assert "\nA ?.\n" in format.tokenizer.decode(format.next_turn_ids([result]))
+
+
+def test_a_name_that_a_policy_made_up_is_no_tool_of_the_dummy_turn():
+    format = format_of("qwen_2_5", TOOLS)
+    answers = [[{"role": "tool", "name": name, "content": "Not found."}] for name in ("look", "made\nup", None)]
+    ids = [format.next_turn_ids(answer).tolist() for answer in answers]
+    assert ids[0] == ids[1] == ids[2]
