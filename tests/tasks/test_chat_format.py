@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from chat_families import TEMPLATES, byte_tokenizer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tba.tasks.environments.chat_format import ChatFormat, PlainFormat
@@ -70,15 +70,14 @@ def end_of(tokenizer, token):
 
 
 def rendered(format, messages, **given):
-    tools = format.tools or None
-    return format.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **format.template, **given)
+    return format.tokenizer.apply_chat_template(messages, tokenize=False, **format.template, **given)
 
 
 END = {"llama_3": "<|eot_id|>", "gemma_3": "<end_of_turn>"}
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     turns=st.lists(st.tuples(TEXTS, CODES, TEXTS, RESULTS, st.booleans()), min_size=1, max_size=3), seed=st.integers()
 )
@@ -101,7 +100,7 @@ def test_turns_with_tool_calls_are_the_templates_text_and_every_turn_only_adds_i
 
 
 @pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "qwen_3"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3), seed=st.integers())
 def test_turns_with_a_step_environments_observations_are_the_templates_text(family, turns, seed):
     format = format_of(family)
