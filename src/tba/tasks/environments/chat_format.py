@@ -71,11 +71,13 @@ class ChatFormat:
         if tokenizer.chat_template is None:
             raise ValueError(f"{_name(tokenizer)} has no chat template: use PlainFormat, or a chat model.")
         self.tokenizer, self.tools, self.template = tokenizer, list(tools), dict(template or {})
+        self._names = {tool["function"]["name"] for tool in self.tools}
         self._ends: dict[tuple[str, str], TurnEnd] = {}
         self._generation_prompt = self._render([FIRST])
         if self.tools:
             self.template["tools"] = self.tools
         self._instructs = bool(self.tools) and self._render([FIRST]) == self._generation_prompt
+        self._response_template = getattr(tokenizer, "response_template", None)  # transformers 5.13 and newer
         self._syntax = self._find_syntax() if self.tools else None
         self._control_ids = _control_ids(tokenizer)
 
@@ -160,14 +162,6 @@ class ChatFormat:
             return render_chat(messages, self.tokenizer, self.template, add_generation_prompt=add_generation_prompt)
         except PromptRefused as error:
             raise PromptRefused(f"a conversation {error}") from None
-
-    @property
-    def _response_template(self) -> Any:
-        return getattr(self.tokenizer, "response_template", None)
-
-    @property
-    def _names(self) -> set[str]:
-        return {tool["function"]["name"] for tool in self.tools}
 
     def _find_syntax(self) -> Syntax | None:
         if self._instructs or self._response_template:
