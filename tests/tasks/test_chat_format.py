@@ -242,6 +242,19 @@ def test_a_template_that_leaves_out_messages_is_refused():
         ChatFormat(byte_tokenizer(assistants)).next_turn_ids([USER])
 
 
+def test_content_that_a_template_writes_after_the_results_is_no_end_of_a_turn():
+    # As Gemma 4 does: a result is a part of the turn that called.
+    template = (
+        "{{ tools | string + '<tool_call>' }}{%- for m in messages %}{%- if m.role == 'tool' %}{{ '[' + m.content + ']' }}"
+        "{%- else %}{{ '<start_of_turn>' + m.role }}{%- for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson + '<end_of_turn>' }}{%- endfor %}"
+        "{%- if m.tool_calls and not loop.last %}{{ '[' + messages[loop.index0 + 1].content + ']' }}{%- endif %}"
+        "{{ m.content }}{%- endif %}{%- endfor %}"
+    )
+    format = ChatFormat(byte_tokenizer(template.replace("{{ '[' + m.content + ']' }}", "")), TOOLS)
+    assert format.tokenizer.decode(format.next_turn_ids([{"role": "tool", "content": "A door."}])) == "[A door.]"
+
+
 def test_an_unknown_syntax_of_calls_is_refused_with_its_remedy():
     with pytest.raises(ValueError, match="response_template"):
         ChatFormat(byte_tokenizer("{{ tools | string }}[TOOL_CALLS]"), TOOLS)

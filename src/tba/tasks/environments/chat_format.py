@@ -148,14 +148,17 @@ class ChatFormat:
 
     def _after_dummy(self, role: str, name: str, messages: Sequence[Message]) -> str:
         """What the template writes after the last word of a dummy turn."""
-        turn: dict[str, Any] = {"role": "assistant", "content": DUMMY}
+        turns: list[dict[str, Any]] = [{"role": "assistant", "content": DUMMY}]
         if role == "tool":  # templates accept results of calls only
-            turn["tool_calls"] = [ToolCall(name=name, arguments={"dummy": DUMMY}).as_message()]
-        text = self._render([FIRST, turn, *messages], add_generation_prompt=bool(messages))
-        _, mark, after = text.rpartition(DUMMY)
-        if not mark:
-            raise self._refused("leaves out the assistant's turn")
-        return after
+            call = ToolCall(name=name, arguments={"dummy": DUMMY}).as_message()
+            # Some write calls and no content (Llama 3), or the content after the results (Gemma 4), or no calls (SmolLM3).
+            turns = [{"role": "assistant", "content": content, "tool_calls": [call]} for content in ("", DUMMY)]
+        for turn in turns:
+            text = self._render([FIRST, turn, *messages], add_generation_prompt=bool(messages))
+            _, mark, after = text.rpartition(DUMMY)
+            if mark:
+                return after
+        raise self._refused("leaves out the assistant's turn")
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         try:
