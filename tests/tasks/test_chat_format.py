@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from chat_families import TEMPLATES, byte_tokenizer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tba.tasks.environments.chat_format import ChatFormat, PlainFormat
@@ -70,15 +70,14 @@ def end_of(tokenizer, token):
 
 
 def rendered(format, messages, **given):
-    tools = format.tools or None
-    return format.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **format.template, **given)
+    return format.tokenizer.apply_chat_template(messages, tokenize=False, **format.template, **given)
 
 
 END = {"llama_3": "<|eot_id|>", "gemma_3": "<end_of_turn>"}
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     turns=st.lists(st.tuples(TEXTS, CODES, TEXTS, RESULTS, st.booleans()), min_size=1, max_size=3), seed=st.integers()
 )
@@ -101,7 +100,7 @@ def test_turns_with_tool_calls_are_the_templates_text_and_every_turn_only_adds_i
 
 
 @pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "qwen_3"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3), seed=st.integers())
 def test_turns_with_a_step_environments_observations_are_the_templates_text(family, turns, seed):
     format = format_of(family)
@@ -243,13 +242,26 @@ def test_a_template_that_leaves_out_messages_is_refused():
         ChatFormat(byte_tokenizer(assistants)).next_turn_ids([USER])
 
 
+def test_content_that_a_template_writes_after_the_results_is_no_end_of_a_turn():
+    # As Gemma 4 does: a result is a part of the turn that called.
+    template = (
+        "{{ tools | string + '<tool_call>' }}{%- for m in messages %}{%- if m.role == 'tool' %}{{ '[' + m.content + ']' }}"
+        "{%- else %}{{ '<start_of_turn>' + m.role }}{%- for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson + '<end_of_turn>' }}{%- endfor %}"
+        "{%- if m.tool_calls and not loop.last %}{{ '[' + messages[loop.index0 + 1].content + ']' }}{%- endif %}"
+        "{{ m.content }}{%- endif %}{%- endfor %}"
+    )
+    format = ChatFormat(byte_tokenizer(template.replace("{{ '[' + m.content + ']' }}", "")), TOOLS)
+    assert format.tokenizer.decode(format.next_turn_ids([{"role": "tool", "content": "A door."}])) == "[A door.]"
+
+
 def test_an_unknown_syntax_of_calls_is_refused_with_its_remedy():
     with pytest.raises(ValueError, match="response_template"):
         ChatFormat(byte_tokenizer("{{ tools | string }}[TOOL_CALLS]"), TOOLS)
 
 
 def test_messages_that_the_template_refuses_say_so():
-    with pytest.raises(ValueError, match="roles user, assistant, user, user is refused .* must alternate"):
+    with pytest.raises(ValueError, match=r"roles user, assistant, user, user is refused .* must alternate"):
         format_of("gemma_3").next_turn_ids([USER, USER])
 
 
@@ -268,3 +280,17 @@ def test_a_plain_model_has_no_tools():
         PlainFormat(byte_tokenizer(), TOOLS)
     with pytest.raises(ValueError, match="has no chat template: use PlainFormat"):
         ChatFormat(byte_tokenizer())
+
+
+@pytest.mark.parametrize("family", ["qwen_2_5", "gemma_3"])
+def test_half_a_character_that_a_tool_sends_back_is_a_question_mark(family):
+    format = format_of(family, TOOLS)
+    result = {"role": "tool", "name": "look", "content": "A \ud83d."}
+    assert "\nA ?.\n" in format.tokenizer.decode(format.next_turn_ids([result]))
+
+
+def test_a_name_that_a_policy_made_up_is_no_tool_of_the_dummy_turn():
+    format = format_of("qwen_2_5", TOOLS)
+    answers = [[{"role": "tool", "name": name, "content": "Not found."}] for name in ("look", "made\nup", None)]
+    ids = [format.next_turn_ids(answer).tolist() for answer in answers]
+    assert ids[0] == ids[1] == ids[2]

@@ -28,8 +28,8 @@ def read(syntax, text):
 
 
 def test_tagged_calls_leave_the_text_around_them():
-    text = 'First.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call> Last.'
-    assert read(tagged_json, text) == ("First. Last.", [("a", {"x": 1}), ("b", {})])
+    text = 'First.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call> O.'
+    assert read(tagged_json, text) == ("First. O.", [("a", {"x": 1}), ("b", {})])
 
 
 def test_a_tagged_call_without_its_last_tag_counts_if_it_can_be_read():
@@ -56,8 +56,9 @@ def test_arguments_may_be_a_json_string_and_texts_may_have_line_breaks():
         ('{"name": 3}', 'needs a "name"'),
         ('{"name": "a", "arguments": [1]}', r'"arguments" must be a JSON object, not \[1\]'),
         ('{"name": "a", "arguments": "x"}', "its arguments is not valid JSON"),
-        ('{"name": "a",}', "is not valid JSON .* at character"),
-        ("[" * 100_000, "is nested too deeply"),
+        ('{"name": "a",}', "tool call 1 is not valid JSON"),
+        ('{"name": "a", "arguments": {"x": ' + "1" * 5_000 + "}}", "is not valid JSON .Exceeds the limit"),
+        ("[" * 100_000, "tool call 1 is not valid JSON"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(body, why):
@@ -185,6 +186,6 @@ def with_own_class(x: Room):
         (with_own_class, "Room"),
     ],
 )
-def test_a_tool_without_a_schema_is_refused_with_an_example(function, why):
-    with pytest.raises(ValueError, match=f"(?s)tool {function.__name__} has no schema: .*{why}.* for example"):
+def test_a_tool_without_a_schema_is_refused_with_its_remedy(function, why):
+    with pytest.raises(ValueError, match=f"(?s)tool {function.__name__} has no schema: .*{why}.*under `Args:` a line"):
         tool_schema(function)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.tasks.data.make_prompt import PromptRefused, encode, render_chat, tokens_of
 from tba.tasks.environments.tool_calls import (
     MalformedCall,
+    Syntax,
     ToolCall,
     as_user_message,
     make_call,
@@ -31,6 +31,7 @@ from tba.tasks.environments.tool_calls import (
 
 Message = Mapping[str, Any]
 
+FIRST: Message = {"role": "user", "content": "dummy"}
 DUMMY = "DummyTurnOfTheAssistant"
 PROBE = "DummyResultOfTheTool"
 
@@ -49,10 +50,10 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnEnd:
-    """How a template ends the dummy turn: TurnEnd(written='"}}\\n</tool_call><|im_end|>', token="<|im_end|>")"""
+    """How a template ends a turn that is followed: TurnEnd(written='"}}\\n</tool_call><|im_end|>', token="<|im_end|>")"""
 
     written: str
-    """Text from the dummy's last word up to the end-of-turn token, which is part of it."""
+    """Text from the dummy turn's last word to its end-of-turn token, which is part of it."""
     token: str
     """End-of-turn token; it may be another than the tokenizer's EOS (`<|eot_id|>`, `<end_of_turn>`)."""
 
@@ -70,77 +71,69 @@ class ChatFormat:
         if tokenizer.chat_template is None:
             raise ValueError(f"{_name(tokenizer)} has no chat template: use PlainFormat, or a chat model.")
         self.tokenizer, self.tools, self.template = tokenizer, list(tools), dict(template or {})
+        self._names = {tool["function"]["name"] for tool in self.tools}
         self._ends: dict[tuple[str, str], TurnEnd] = {}
-        self._template_has_tools = bool(tools) and self._writes_tools()
-        self._parse = self._find_syntax()
-        self._hidden = _control_ids(tokenizer)
+        self._generation_prompt = self._render([FIRST])
+        if self.tools:
+            self.template["tools"] = self.tools
+        self._instructs = bool(self.tools) and self._render([FIRST]) == self._generation_prompt
+        self._response_template = getattr(tokenizer, "response_template", None)  # transformers 5.13 and newer
+        self._syntax = self._find_syntax() if self.tools else None
+        self._control_ids = _control_ids(tokenizer)
 
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids of the prompt with the tools, up to the first token of the policy's turn."""
-        if self.tools and not self._template_has_tools:
-            messages = with_instructions(messages, self.tools)
-        text = self._render(messages)
+        text = self._render(with_instructions(messages, self.tools) if self._instructs else messages)
         return np.array(tokens_of(text, self.tokenizer, add_special_tokens=False), np.int32)
 
     def next_turn_ids(self, messages: Sequence[Message], *, ended: bool = True) -> np.ndarray:
-        """Ids between a generated turn and the next one, for tool results or user messages; `ended` says that the turn
-        has its end-of-turn token, else the ids begin with it."""
-        if self.tools and not self._template_has_tools:
+        """Ids between a generated turn and the next one, for tool results or user messages. `ended` says that the turn has
+        its end-of-turn token; the ids begin with it otherwise."""
+        if self._instructs:
             messages = as_user_message(messages)
-        # Some templates (gpt-oss) write the name of the assistant's call over its result.
-        kind = (messages[0]["role"], messages[0].get("name", "tool"))
-        end, text = self._turn_end(*kind), self._after_dummy(*kind, messages)
+        role, name = messages[0]["role"], messages[0].get("name")
+        # Some templates (gpt-oss) write the name of the called tool over its result. Policies make up names.
+        kind = (role, name if name in self._names else "tool")
+        if kind not in self._ends:
+            self._ends[kind] = self._find_turn_end(*kind)
+        end, text = self._ends[kind], self._after_dummy(*kind, messages)
         if not text.startswith(end.written):
-            raise self._refused(
-                f"writes {end.written!r} after the assistant's last turn, but {text[: len(end.written)]!r} when messages of "
-                f"role {kind[0]} follow"
-            )
-        # The token comes first, not only for turns without it: a tokenizer treats the start of a text in its own way.
-        ids = tokens_of(end.token + text[len(end.written) :], self.tokenizer, add_special_tokens=False)
-        return np.array(ids[1:] if ended else ids, np.int32)
+            raise self._refused(f"ends an assistant's turn by {text[: len(end.written)]!r} and by {end.written!r}")
+        # With the token, for tokenizers treat the start of a text in their own way.
+        ids = _result_ids(end.token + text[len(end.written) :], self.tokenizer)
+        return ids[1:] if ended else ids
 
     def reply(self, ids: np.ndarray) -> Reply:
         """The generated turn as a message with its tool calls."""
-        text = self.tokenizer.decode(
-            [token for token in ids.tolist() if token not in self._hidden], clean_up_tokenization_spaces=False
-        )
-        plain = {"role": "assistant", "content": text}
+        shown = [token for token in ids.tolist() if token not in self._control_ids]
+        text = self.tokenizer.decode(shown, clean_up_tokenization_spaces=False)
         try:
-            message, calls = self._read(ids, text)
+            fields, calls = self._by_template(ids) if self._response_template else self._by_syntax(text)
         except MalformedCall as error:
-            return Reply(message=plain, calls=(), error=str(error))
-        if calls:
-            message["tool_calls"] = [call.as_message() for call in calls]
-        return Reply(message=message, calls=tuple(calls), error=None)
+            return Reply(message={"role": "assistant", "content": text}, calls=(), error=str(error))
+        called = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
+        return Reply(message={"role": "assistant", **fields, **called}, calls=tuple(calls), error=None)
 
-    def _read(self, ids: np.ndarray, text: str) -> tuple[dict[str, Any], list[ToolCall]]:
-        if self._response_template:
-            return self._read_by_template(ids)
-        thoughts, body = self._split_thoughts(text)
-        content, calls = self._parse(body, self.tools) if self._parse else (body, [])
-        return {"role": "assistant", "content": thoughts + (content.strip() if calls else content)}, calls
+    def _by_syntax(self, text: str) -> tuple[dict[str, Any], list[ToolCall]]:
+        if self._syntax is None:
+            return {"content": text}, []
+        # A call within a thought is none: the policy only thinks about it.
+        thought, mark, body = text.rpartition("</think>")
+        if not mark and ("<think>" in text or self._generation_prompt.rstrip().endswith("<think>")):
+            return {"content": text}, []
+        content, calls = self._syntax(body, self.tools)
+        return {"content": thought + mark + (content.rstrip() if calls else content)}, calls
 
-    def _read_by_template(self, ids: np.ndarray) -> tuple[dict[str, Any], list[ToolCall]]:
+    def _by_template(self, ids: np.ndarray) -> tuple[dict[str, Any], list[ToolCall]]:
         try:
             message = self.tokenizer.parse_response(
                 ids.tolist(), prefix=self._generation_prompt, tools=self.tools or None
             )
-        except (ValueError, TypeError) as error:  # its parsers raise both for what they cannot read
+        except Exception as error:  # its parsers raise what they like for a text that they cannot read
             raise MalformedCall(f"the tool call cannot be read: {error}") from None
-        calls = [make_call(call.get("function", call)) for call in message.pop("tool_calls", None) or []]
+        calls = [make_call(call) for call in message.pop("tool_calls", None) or []]
         # Fields that are empty are left out, and templates want a content.
-        return {"role": "assistant", **message, "content": message.get("content") or ""}, calls
-
-    def _split_thoughts(self, text: str) -> tuple[str, str]:
-        """A call in a thought is none: the policy only thinks about it."""
-        thoughts, mark, body = text.rpartition("</think>")
-        opened = "<think>" in text or self._generation_prompt.rstrip().endswith("<think>")
-        return (text, "") if opened and not mark else (thoughts + mark, body)
-
-    def _turn_end(self, role: str, name: str) -> TurnEnd:
-        if (role, name) not in self._ends:
-            self._ends[role, name] = self._find_turn_end(role, name)
-        return self._ends[role, name]
+        return {**message, "content": message.get("content") or ""}, calls
 
     def _find_turn_end(self, role: str, name: str) -> TurnEnd:
         followed = self._after_dummy(role, name, [{"role": role, "name": name, "content": PROBE}])
@@ -154,42 +147,27 @@ class ChatFormat:
         return TurnEnd(written=after[: after.rfind(token) + len(token)], token=token)
 
     def _after_dummy(self, role: str, name: str, messages: Sequence[Message]) -> str:
-        """What the template writes after the last word of the dummy turn."""
-        turn: dict[str, Any] = {"role": "assistant", "content": DUMMY}
+        """What the template writes after the last word of a dummy turn."""
+        turns: list[dict[str, Any]] = [{"role": "assistant", "content": DUMMY}]
         if role == "tool":  # templates accept results of calls only
-            turn["tool_calls"] = [ToolCall(name=name, arguments={"dummy": DUMMY}).as_message()]
-        conversation = [{"role": "user", "content": "dummy"}, turn, *messages]
-        _, mark, after = self._render(conversation, add_generation_prompt=bool(messages)).rpartition(DUMMY)
-        if not mark:
-            raise self._refused("leaves out the assistant's turn")
-        return after
+            call = ToolCall(name=name, arguments={"dummy": DUMMY}).as_message()
+            # Some write calls and no content (Llama 3), or the content after the results (Gemma 4), or no calls (SmolLM3).
+            turns = [{"role": "assistant", "content": content, "tool_calls": [call]} for content in ("", DUMMY)]
+        for turn in turns:
+            text = self._render([FIRST, turn, *messages], add_generation_prompt=bool(messages))
+            _, mark, after = text.rpartition(DUMMY)
+            if mark:
+                return after
+        raise self._refused("leaves out the assistant's turn")
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        tools = self.tools if self._template_has_tools else None
-        given = {**self.template, "tools": tools}
         try:
-            return render_chat(messages, self.tokenizer, given, add_generation_prompt=add_generation_prompt)
+            return render_chat(messages, self.tokenizer, self.template, add_generation_prompt=add_generation_prompt)
         except PromptRefused as error:
             raise PromptRefused(f"a conversation {error}") from None
 
-    @cached_property
-    def _generation_prompt(self) -> str:
-        return self._render([{"role": "user", "content": "dummy"}])
-
-    @property
-    def _response_template(self) -> Any:
-        return getattr(self.tokenizer, "response_template", None)
-
-    def _writes_tools(self) -> bool:
-        self._template_has_tools = False
-        without = self._render([{"role": "user", "content": "dummy"}])
-        self._template_has_tools = True
-        return self._render([{"role": "user", "content": "dummy"}]) != without
-
-    def _find_syntax(self) -> Any:
-        if not self.tools or self._response_template:
-            return None
-        if not self._template_has_tools:
+    def _find_syntax(self) -> Syntax | None:
+        if self._instructs or self._response_template:
             return tagged_json
         syntax = syntax_of(self.tokenizer.get_chat_template(tools=self.tools))
         if syntax is None:
@@ -209,15 +187,9 @@ class ChatFormat:
 class PlainFormat:
     """The token ids of episodes with a model that has no chat template: an observation's text follows the action's."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: Mapping[str, Any] | None = None,
-    ) -> None:
-        if tools or template:
-            given = "tools" if tools else "chat_template_kwargs"
-            raise ValueError(f"{_name(tokenizer)} has no chat template, which {given} need: use a chat model.")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        if tools:
+            raise ValueError(f"{_name(tokenizer)} has no chat template, which tools need: use a chat model.")
         self.tokenizer = tokenizer
 
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
@@ -225,8 +197,8 @@ class PlainFormat:
         return np.array(encode(_texts(messages), self.tokenizer), np.int32)
 
     def next_turn_ids(self, messages: Sequence[Message], *, ended: bool = True) -> np.ndarray:
-        """Ids of the observation alone, after a turn that ended with EOS or without."""
-        return np.array(tokens_of(_texts(messages), self.tokenizer, add_special_tokens=False), np.int32)
+        """Ids of the observation alone, whether or not the turn has its EOS."""
+        return _result_ids(_texts(messages), self.tokenizer)
 
     def reply(self, ids: np.ndarray) -> Reply:
         """The generated text; it has no calls."""
@@ -236,6 +208,12 @@ class PlainFormat:
 
 def _texts(messages: Sequence[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
+
+
+def _result_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    # A policy can write half a character in a call (\\ud83d), and a tool sends it back: no tokenizer takes it.
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return np.array(tokens_of(text, tokenizer, add_special_tokens=False), np.int32)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -16,14 +16,6 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods that the trainer calls, and the policy never does."""
 
-EXAMPLE = '''
-    def guess(self, number: int) -> str:
-        """Guess the number.
-
-        Args:
-            number: The guess, from 1 to 100.
-        """'''
-
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Schema of one tool, as chat templates take it; `self` is left out."""
@@ -34,8 +26,8 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         name = getattr(function, "__qualname__", repr(function))
         why = " ".join(str(part) for part in error.args)
         raise ValueError(
-            f"tool {name} has no schema: {why}. A tool needs a docstring, and for each argument a type hint of plain types "
-            f"and a line under Args, for example:{EXAMPLE}"
+            f"tool {name} has no schema: {why}. A tool needs a docstring that says what it does, and for each argument a "
+            "type hint (str, int, float, bool, list, dict, Literal) and under `Args:` a line like `number: The guess.`"
         ) from None
 
 

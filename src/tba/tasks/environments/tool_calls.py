@@ -49,6 +49,7 @@ def syntax_of(template: str) -> Syntax | None:
 
 def make_call(value: Any, place: str = "tool call") -> ToolCall:
     """A call from `{"name", "arguments"}`; Llama calls them "parameters", and some policies write them as a JSON string."""
+    value = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise MalformedCall(f'{place} needs a "name" that is a string and "arguments" that are a JSON object.')
     arguments = value.get("arguments", value.get("parameters"))
@@ -64,10 +65,8 @@ def make_call(value: Any, place: str = "tool call") -> ToolCall:
 def _json(text: str, place: str) -> Any:
     try:
         return json.loads(text, strict=False)  # policies write line breaks into strings
-    except json.JSONDecodeError as error:
-        raise MalformedCall(f"{place} is not valid JSON ({error.msg} at character {error.pos}): {text[:100]}") from None
-    except RecursionError:
-        raise MalformedCall(f"{place} is nested too deeply: {text[:100]}") from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for a number of 5,000 digits
+        raise MalformedCall(f"{place} is not valid JSON ({error}): {text.strip()[:100]}") from None
 
 
 # A call that is not closed counts if it can be read: some policies stop before the closing tag.
@@ -114,7 +113,7 @@ def _typed(value: str, type_name: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -128,9 +127,9 @@ def bare_json(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, 
     while start := BARE.search(text, place):
         try:
             value, end = DECODER.raw_decode(text, start.end())
-        except (json.JSONDecodeError, RecursionError):
-            end_of_text = text[start.end() :].strip()[:100]
-            raise MalformedCall(f"tool call {len(calls) + 1} is not valid JSON: {end_of_text}") from None
+        except (ValueError, RecursionError) as error:
+            written = text[start.end() :].strip()[:100]
+            raise MalformedCall(f"tool call {len(calls) + 1} is not valid JSON ({error}): {written}") from None
         is_call = "parameters" in value or "arguments" in value
         content += text[place : start.start() if is_call else end]
         calls += [make_call(value, f"tool call {len(calls) + 1}")] if is_call else []
