@@ -33,7 +33,7 @@ QWEN_2_5 = (
     + CHATML_PROMPT
 )
 
-# Thoughts of turns before the last user message are left out, and so is an empty thought of the last turn once it is followed.
+# Thoughts of turns before the last user message are left out; so is an empty one, once a turn is followed.
 QWEN_3 = (
     CHATML_TOOLS
     + """{%- set last = namespace(user=0) %}
@@ -56,7 +56,7 @@ QWEN_3 = (
 # One call a turn, without text beside it; the tools stand in the first user message.
 LLAMA_3 = """{{- bos_token }}{%- for message in messages %}
 {%- if message.tool_calls %}
-{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{%- endif %}
 {%- set call = message.tool_calls[0].function %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
 {{- (call.arguments | tojson) + '}<|eot_id|>' }}
@@ -81,7 +81,8 @@ SMOLLM_3 = """{{- '<|im_start|>system\\nReasoning Mode: /no_think\\n' }}
 {%- if tools %}{%- for tool in tools %}{{- (tool.function | string) + '\\n' }}{%- endfor %}
 {{- 'Call them within <tool_call></tool_call>.\\n' }}{%- endif %}{{- '<|im_end|>\\n' }}
 {%- for message in messages %}
-{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' + message.content.lstrip('\\n') }}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' + message.content.lstrip('\\n') }}
 {%- else %}{{- '<|im_start|>user\\n' + message.content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' }}{%- endif %}"""
 

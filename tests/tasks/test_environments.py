@@ -26,7 +26,7 @@ def test_methods_and_functions_are_tools_and_errors_are_results():
     assert made.call([("guess", {"number": 3}), ("guess", {"number": 4})]) == ["higher", "right"]
     assert made.call([("double", {"number": 21})]) == ["42"]
     assert made.call([("wait", {})]) == ['{"waited": true}']
-    assert made.call([("fail", {})]) == ["{\"error\": \"KeyError: 'no such door'\"}"]
+    assert made.call([("fail", {})]) == ['{"error": "KeyError: \'no such door\'"}']
     (unexpected,) = made.call([("guess", {"guess": 3})])
     assert "unexpected keyword argument" in unexpected
     (unknown,) = made.call([("reset", {})])
@@ -111,7 +111,10 @@ def test_one_that_hangs_or_dies_costs_its_episode_alone(environments):
     assert found[keys[2]].value == ["right"]
     own.ask(keys[2], "finish")
     own.ask(keys[3], "finish")
-    assert [answer.value.rewards for _, answer in sorted(answers_of(own, 2).items())] == [{"Guess": 1.0}, {"Guess": 0.0}]
+    assert [answer.value.rewards for _, answer in sorted(answers_of(own, 2).items())] == [
+        {"Guess": 1.0},
+        {"Guess": 0.0},
+    ]
 
 
 def test_a_host_that_dies_costs_its_episodes_and_another_takes_its_place(environments):

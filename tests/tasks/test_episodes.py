@@ -1,4 +1,4 @@
-"""Episodes token by token: what the engine hands out against a loop that generates turn by turn, and against a plain pass."""
+"""Episodes token by token: those of the engine against a loop that generates turn by turn, and against a plain pass."""
 
 import games
 import numpy as np
@@ -70,7 +70,9 @@ def test_episodes_are_those_of_a_loop_over_turns(model, tmp_path, greedy):
     sampling = Sampling(max_new_tokens=120, greedy=greedy)
     engine = episodes_of(model, tmp_path, games.Echo)
     prompts = [prompt_of(number) for number in range(3)]
-    found = list(engine.generate((Request(prompt=prompt) for prompt in prompts), samples_per_prompt=4, sampling=sampling))
+    found = list(
+        engine.generate((Request(prompt=prompt) for prompt in prompts), samples_per_prompt=4, sampling=sampling)
+    )
     assert sorted((c.prompt_id, c.sample_index) for c in found) == [(f"p{p}", s) for p in range(3) for s in range(4)]
     assert any(not c.episode.chosen.all() for c in found)
     for completion in found:

@@ -161,8 +161,9 @@ class TaskConfig(Section):
     """Settings of a task of your own, checked by the class attribute `Settings` of the task."""
     data: LocalPath | None = None
     """Where the data is. custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the
-    reward. gsm8k, math: folder with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name
-    (openai/gsm8k). tldr: the same, with validation.jsonl; None = the embedded posts. Files may be .gz."""
+    reward; None = the environment's reset says all there is to say. gsm8k, math: folder with train.jsonl and test.jsonl,
+    one JSONL file with the train rows, or a hub name (openai/gsm8k). tldr: the same, with validation.jsonl; None = the
+    embedded posts. Files may be .gz."""
     eval_data: LocalPath | None = None
     """Where the held-out data is, a JSONL file; gsm8k, math: also a folder or hub name, for its test rows. None = custom:
     `eval_fraction` of the data, chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
@@ -178,7 +179,8 @@ class TaskConfig(Section):
     config file's."""
     environment: EnvironmentConfig = EnvironmentConfig()
     num_train_prompts: int = Field(default=20_000, ge=1)
-    """Number of training problems of arithmetic and embedded tldr, the same ones whatever the run's seed."""
+    """Number of training problems of arithmetic, embedded tldr and environments without data, the same ones whatever the
+    run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
     """Number of train rows of gsm8k, math and tldr that are kept for tuning, chosen by a hash of the question; 0 = all are
     trained on."""
@@ -204,10 +206,12 @@ class TaskConfig(Section):
 
     @property
     def folder_label(self) -> str:
-        """Beginning of the name of a run folder: of custom its data and rewards (prompts-score), else the task's name."""
-        if self.name != "custom" or self.data is None:
+        """Beginning of the name of a run folder: of custom its data, environments and rewards (prompts-score), else the
+        task's name."""
+        if self.name != "custom":
             return self.label
-        parts = [Path(self.data).name.partition(".")[0], *(reward.label for reward in self.rewards)]
+        parts = [] if self.data is None else [Path(self.data).name.partition(".")[0]]
+        parts += [*map(code_name, self.environment.classes.values()), *(reward.label for reward in self.rewards)]
         return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:LONGEST_LABEL] or self.label
 
     def __hash__(self) -> int:
@@ -223,7 +227,7 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
-        if self.name == "custom" and self.data is None:
+        if self.name == "custom" and self.data is None and not self.environment.classes:
             raise ValueError(
                 "task.data is needed for task.name=custom: pass --data prompts.jsonl (or task.data=prompts.jsonl)."
             )

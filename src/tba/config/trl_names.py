@@ -90,6 +90,7 @@ SETTINGS = _table("""
     top_entropy_quantile            objective.top_entropy of grpo and dr_grpo
     scale_rewards                   objective.scale_rewards of grpo and dr_grpo: group or none; batch is refused
     reward_weights                  task.rewards[].weight
+    max_tool_calling_iterations     = task.environment.max_turns
     mask_truncated_completions      train.truncated=drop
     sync_ref_model                  reference.reset_every=ref_model_sync_steps
     ref_model_sync_steps            reference.reset_every, with sync_ref_model
@@ -114,7 +115,6 @@ REFUSED = _table("""
     multi_objective_aggregation     rewards are added up with reward_weights first
     entropy_coef                    the objectives have no entropy bonus: raise beta, or explore with search={"explore": ...}
     use_adaptive_entropy            the objectives have no entropy bonus: raise beta, or explore with search={"explore": ...}
-    max_tool_calling_iterations     responses are single turns
     deepspeed                       use train={"ranks": N}, which shards by FSDP2
     fsdp                            use train={"ranks": N}, which shards by FSDP2
     fsdp_config                     use train={"ranks": N}, which shards by FSDP2
@@ -132,14 +132,14 @@ ARGUMENTS = _table("""
     reward_processing_classes       tokenizers of reward models
     callbacks                       transformers' TrainerCallback objects
     peft_config                     model.lora, from a LoraConfig
+    tools                           task.environment.tools: functions that the policy may call, or file.py:name
+    environment_factory             task.environment.classes: a class, or a dict of them by the column `environment`
 """)
 """Arguments of GRPOTrainer."""
 REFUSED_ARGUMENTS = _table("""
     optimizers                      the optimizer is AdamW: see learning_rate, adam_beta1, adam_beta2 and weight_decay
     quantization_config             weights are fp32 or bf16: use peft_config to save memory
-    tools                           responses are single turns
-    rollout_func                    responses are single turns: the engine generates them
-    environment_factory             responses are single turns
+    rollout_func                    the engine generates: give an environment_factory, or an environment with `step`
 """)
 _DEFAULTS = """
     learning_rate=1e-6 logging_steps=10 gradient_checkpointing=true bf16=null remove_unused_columns=false

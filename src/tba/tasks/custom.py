@@ -45,6 +45,8 @@ from tba.types import Completion, Prompt, combined_reward
 
 logger = logging.getLogger("tba.tasks")
 
+HELD_OUT = 500
+"""Number of held-out prompts of an environment without data."""
 LEAST_TO_SPLIT = 20
 """Number of different prompts from which on some are held out: of fewer a tenth says nothing, and each is missed in
 training."""
@@ -66,12 +68,21 @@ class CustomTask:
             **{code_name(own): 1.0 for own in config.environment.classes.values()},
             **{reward.label: reward.weight for reward in config.rewards},
         }
+        self._config = config
+        self._prompts: dict[Split, Sequence[Prompt]]
+        if config.data is None:
+            count = config.num_train_prompts
+            self._prompts = {
+                "train": NumberedPrompts("train", count),
+                "held_out": NumberedPrompts("held-out", HELD_OUT),
+            }
+            self.split_message = f"trains on {count} numbered resets of the environment, and is evaluated on others."
+            return
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
         """How the data is split, for the user."""
-        self._config = config
-        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
+        self._prompts = {"train": train, "held_out": held_out}
 
     @property
     def isolated_rewards(self) -> Sequence[RewardConfig]:
@@ -134,6 +145,8 @@ def _given_as(key: str, path: str) -> str:
 def num_train_prompts(config: TaskConfig) -> int:
     """Number of prompts that a run of this config trains on, found without a tokenizer: rows that are bad or held out do not
     count, over-long ones do. 0 where the data cannot be read, which the run will say better."""
+    if config.data is None:
+        return config.num_train_prompts
     try:
         return len(read_sides(config, PromptReader(), trains=False, tells=False)[0])
     except (OSError, ValueError):
@@ -194,6 +207,23 @@ def read_prompts(
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
     return sides[0], sides[1]
+
+
+@dataclass(frozen=True)
+class NumberedPrompts(LazyPrompts):
+    """Prompts of an environment without data: its reset, seeded by the prompt's id, says what there is to do."""
+
+    name: str
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def at(self, place: int) -> Prompt:
+        # The tokens come with the environment's words; a prompt without any would be refused before.
+        return Prompt(
+            id=f"{self.name}-{place}", token_ids=np.zeros(1, np.int32), text=[{"role": "user", "content": ""}]
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, RewardConfig
+from tba.config.task import code_name
 from tba.models.paths import check_named, check_there, resolve_path
 from tba.observe.files import write_json
 from tba.observe.run_folder import SAVED, RunFolder, saved_names
@@ -112,15 +113,16 @@ def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def reward_configs(
-    rewards: Any, weights: Sequence[float] | None, tokenizers: Any, folder: Path
+    rewards: Any, weights: Sequence[float] | None, tokenizers: Any, folder: Path, *, optional: bool = False
 ) -> list[dict[str, Any]]:
-    """The rewards of a run: functions, `file.py:name`, and reward models by name or as objects."""
+    """The rewards of a run: functions, `file.py:name`, and reward models by name or as objects. They are `optional` where an
+    environment gives one."""
     from tba.tasks.rewards.load_function import check_reward_function
 
     # A single reward may be iterable itself, so only lists and tuples count as several.
     given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
-    if not given:
+    if not given and not optional:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
     try:
         numbers = None if weights is None else [float(weight) for weight in weights]
@@ -139,6 +141,21 @@ def reward_configs(
         if names.count(name) > 1:  # TRL allows two of one name
             found[index]["name"] = f"{name}-{index}"
     return found
+
+
+def environment_code(factory: Any, tools: Sequence[Any] | None) -> tuple[dict[str, Any], list[Any]]:
+    """Classes of environments by name, and tools, as task.environment takes them."""
+    from tba.tasks.rewards.load_function import check_code
+
+    classes = (
+        {} if factory is None else dict(factory) if isinstance(factory, Mapping) else {code_name(factory): factory}
+    )
+    for kind, given in (("environment_factory", classes.values()), ("tools", tools or ())):
+        for own in given:
+            if not callable(own) and not isinstance(own, str):
+                raise ConfigError(f"{kind} has a {type(own).__name__}: give functions or classes, or `file.py:name`.")
+            check_code(own)  # what is wrong with it shows now, not when the run starts
+    return classes, list(tools or ())
 
 
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:

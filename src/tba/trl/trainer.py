@@ -31,6 +31,7 @@ from tba.trl.config import TBAConfig
 from tba.trl.files import (
     copy_model,
     dataset_file,
+    environment_code,
     flat,
     link_checkpoints,
     list_as_saved,
@@ -66,12 +67,16 @@ class TBATrainer:
         callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
         reward_weights: Sequence[float] | None = None,
+        tools: Sequence[Any] | None = None,
+        environment_factory: Any = None,
         **others: Any,
     ) -> None:
         """`model` is a folder, a hub name or a transformers model; `reward_funcs` are functions, `file.py:name`, or reward
-        models by name or as objects; datasets are JSONL files, lists of rows or Hugging Face datasets."""
+        models by name or as objects; datasets are JSONL files, lists of rows or Hugging Face datasets. `tools` and
+        `environment_factory` are what the policy talks to (docs/environments.md)."""
         _refuse(others)
-        if train_dataset is None:
+        classes, functions = environment_code(environment_factory, tools)
+        if train_dataset is None and not classes:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         # Order: refuse what is cheap to see, write the data, count its rows, resolve steps and epochs by them.
         self.args = TBAConfig.of(args)
@@ -83,12 +88,15 @@ class TBATrainer:
         weights = reward_weights if reward_weights is not None else self.args.reward_weights
         task = self.args.config.task.model_dump() | {
             "name": "custom",
-            "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
+            "data": None
+            if train_dataset is None
+            else dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
             "eval_data": None
             if eval_dataset is None
             else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
-            "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs),
+            "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs, optional=bool(classes)),
         }
+        task["environment"] = task["environment"] | {"classes": classes, "tools": functions}
         # Epochs become steps by the rows that are trained on, held-out ones not counted.
         rows = num_train_prompts(TaskConfig(**task))
         settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
