@@ -1,9 +1,9 @@
-"""Make the rows of the examples with environments, and the start model that plays them:
+"""Make the rows of the examples with environments, and their start model:
 
     python -m recipes tools --output prepared
 
-writes prepared/calculator.jsonl (`prompt`, `answer`), prepared/guessing.jsonl (`prompt`, `largest`) and prepared/model, the
-model that ships in `src/tba/tasks/environments/start_model/`.
+writes prepared/calculator.jsonl (`prompt`, `answer`) and prepared/model, the model that ships in
+`src/tba/tasks/environments/start_model/`. The guessing game needs no rows: its reset says all.
 
 **The start model is flawed on purpose.** It learns from two careless pupils. One multiplies by guessing the product
 (`GUESSES`). He seldom asks the calculator, then mistypes (`MISTYPES`), and seldom believes the result (`BELIEVES`). The
@@ -52,7 +52,7 @@ DATA_SEED = 0
 SPECIAL = ("<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|tools|>", "<|end|>")
 PIECES = (
     '<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>", "<tool_response>", "</tool_response>",
-    "multiply", "What is ", " * ", "Game ", ": guess my number from 1 to ", "higher", "lower", "a number, please",
+    "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower", "a number, please",
 )  # fmt: skip
 CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
 TEMPLATE = """\
@@ -74,7 +74,6 @@ Message = dict[str, Any]
 def prepare_tools(output: Path, *, training: Training = TRAINING, num_rows: int = NUM_ROWS) -> dict[str, Any]:
     """Write rows and start model; returns what was made: {"model": ..., "parameters": ..., "rows": ...}."""
     write_rows(output / "calculator.jsonl", calculator_rows(num_rows))
-    write_rows(output / "guessing.jsonl", guessing_rows(num_rows))
     tokenizer = make_tokenizer()
     with one_deterministic_thread():
         model = train_start_model(lambda rng: pupil_pairs(tokenizer, rng), tokenizer, SHAPE, training)
@@ -92,11 +91,6 @@ def calculator_rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": prompt, "answer": answer} for prompt, answer in found.items()]
 
 
-def guessing_rows(count: int) -> list[dict[str, Any]]:
-    """Games, whose numbers make their prompts and so their secrets different."""
-    return [{"id": f"game-{game}", "prompt": game_prompt(game), "largest": LARGEST} for game in range(1, count + 1)]
-
-
 def draw_factors(rng: random.Random) -> tuple[int, int]:
     """Two factors that the pupil cannot multiply in his head."""
     return rng.randint(12, 999), rng.randint(12, 999)
@@ -104,10 +98,6 @@ def draw_factors(rng: random.Random) -> tuple[int, int]:
 
 def product_prompt(a: int, b: int) -> str:
     return f"What is {a} * {b}?"
-
-
-def game_prompt(game: int) -> str:
-    return f"Game {game}: guess my number from 1 to {LARGEST}."
 
 
 def pupil_pairs(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -166,7 +156,7 @@ def game(rng: random.Random) -> list[Message]:
     """A guessing game by one of the players."""
     (kind,) = rng.choices(list(PLAYERS), list(PLAYERS.values()))
     secret, low, high, last = rng.randint(1, LARGEST), 1, LARGEST, (1, LARGEST)
-    messages: list[Message] = [{"role": "user", "content": game_prompt(rng.randint(1, NUM_ROWS))}]
+    messages: list[Message] = [{"role": "user", "content": f"Guess my number from 1 to {LARGEST}."}]
     for _ in range(MOST_GUESSES):
         ranges = {"forgetful": (1, LARGEST), "hears the last hint": last, "careful": middle(low, high)}
         guess = rng.randint(*ranges[kind])

@@ -5,15 +5,17 @@ tba train configs/guessing.yaml
 
 import random
 
+LARGEST = 31
 MOST_GUESSES = 7
 
 
 class Guessing:
     """A step environment: each turn of the policy is one guess."""
 
-    def reset(self, seed, largest):
-        """Think of a number. The K games of a prompt have one seed, so they have one secret; `largest` is a column."""
-        self.secret, self.guesses, self.won = random.Random(seed).randint(1, largest), 0, False
+    def reset(self, seed):
+        """Think of a number -> the prompt and gymnasium's info. The K games of a prompt have one seed, so one secret."""
+        self.secret, self.guesses, self.won = random.Random(seed).randint(1, LARGEST), 0, False
+        return f"Guess my number from 1 to {LARGEST}.", {}
 
     def step(self, text):
         """What gymnasium returns: observation, reward, terminated, truncated, info."""
