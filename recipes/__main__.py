@@ -1,6 +1,6 @@
 """Make the data and models of an embedded task again:
 
-python -m recipes arithmetic | tldr | red_team --output prepared
+python -m recipes arithmetic | tldr | red_team | tools --output prepared
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 from recipes.arithmetic import prepare_arithmetic
 from recipes.red_team import prepare_red_team
 from recipes.tldr import prepare_tldr
+from recipes.tools import prepare_tools
 from tba.observe.files import check_new_folder
 
 RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "arithmetic": prepare_arithmetic,
     "tldr": prepare_tldr,
     "red_team": prepare_red_team,
+    "tools": prepare_tools,
 }
 
 

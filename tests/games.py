@@ -75,6 +75,15 @@ class Echo:
         return f"{len(action)} characters", 0.25, self.turns == 3, False, {}
 
 
+class Waits(Echo):
+    """Its reset waits for a sign, a file."""
+
+    def reset(self, *, sign, seed=None):
+        while not os.path.exists(sign):
+            time.sleep(0.01)
+        return super().reset(seed=seed)
+
+
 class Arena:
     """TextArena's observations apart from steps, and rewards at the close."""
 

@@ -1,5 +1,7 @@
 """Episodes token by token: those of the engine against a loop that generates turn by turn, and against a plain pass."""
 
+from dataclasses import replace
+
 import games
 import numpy as np
 import pytest
@@ -136,6 +138,25 @@ def test_episodes_in_a_row_and_a_call_that_is_left_early(model, tmp_path):
     assert len(again) == 8
     same = next(c for c in again if (c.prompt_id, c.sample_index) == (first.prompt_id, first.sample_index))
     assert same.token_ids.tolist() == first.token_ids.tolist()
+
+
+def test_there_are_signs_of_life_while_all_wait_for_their_environments(model, tmp_path):
+    # Under a pace limit nothing more may start: the requests say None, and the engine has nothing that runs.
+    engine, sign, found = episodes_of(model, tmp_path, games.Waits), tmp_path / "sign", []
+
+    def requests():
+        yield Request(prompt=replace(prompt_of(0), columns={"sign": str(sign)}))
+        while not found:
+            yield None
+
+    def between_steps():
+        sign.touch()
+
+    for completion in engine.generate(
+        requests(), samples_per_prompt=2, sampling=SAMPLING, between_steps=between_steps
+    ):
+        found.append(completion)
+    assert [completion.episode.failure for completion in found] == ["", ""]
 
 
 def test_the_seed_of_a_prompt_is_its_own():

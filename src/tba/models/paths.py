@@ -14,6 +14,7 @@ SHIPPED = {
     "tba:arithmetic": "tasks/arithmetic/start_model",
     "tba:tldr": "tasks/tldr/start_model",
     "tba:red_team": "tasks/red_team/start_model",
+    "tba:tools": "tasks/environments/start_model",
 }
 """Models inside the package, by the name used for model.path."""
 LFS_POINTER = b"version https://git-lfs"

@@ -249,11 +249,8 @@ class Turns:
             self._take_answers(0.0)
             if self._ready:
                 return self._handed(self._ready.popleft())
-            if not self._exhausted and self._may_open():
-                if self._open():
-                    continue
-                if not self._exhausted:
-                    return None
+            if not self._exhausted and self._may_open() and self._open():
+                continue
             if self._in_engine:
                 return None
             if not self._environments.waiting:
