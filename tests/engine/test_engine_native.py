@@ -264,7 +264,10 @@ def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16(cache):
 def test_the_tokens_of_running_responses_are_the_beginnings_of_what_they_become():
     engine, requests, looks = make(slots=3), make_requests(*LENGTHS), []
     sampling = Sampling(max_new_tokens=20)
-    between = lambda: looks.extend(engine.running_tokens(requests[:2]))
+
+    def between() -> None:
+        looks.extend(engine.running_tokens(requests[:2]))
+
     found = by_key(engine.generate(requests, samples_per_prompt=2, sampling=sampling, between_steps=between))
     assert {(look.request.prompt.id, look.sample_index) for look in looks} == {
         (f"p{p}", k) for p in (0, 1) for k in (0, 1)

@@ -105,7 +105,7 @@ class Engine(ABC):
         of tokens only when a response is complete returns none."""
         return []
 
-    def end_early(self, requests: Collection[Request]) -> None:
+    def end_early(self, requests: Collection[Request]) -> None:  # noqa: B027 (optional)
         """End the running responses to these requests with their next token, as at the length limit; called from
         `between_steps`. Responses that wait are not ended: the caller asks again. An engine that cannot goes on."""
 
