@@ -27,9 +27,16 @@ class ResponseText:
         """Number of tokens that count; None = the response has not ended."""
         self.is_stopped = False
         """Whether a stop string or one of these stop tokens ended it."""
+        self.whole = ""
+        """All text so far."""
 
     def read(self, token_ids: Sequence[int], *, is_complete: bool) -> str:
         """The new text, given all tokens so far."""
+        text = self._read_on(token_ids, is_complete)
+        self.whole += text
+        return text
+
+    def _read_on(self, token_ids: Sequence[int], is_complete: bool) -> str:
         if self.num_tokens is not None:
             return ""
         ids = self._until_stop_id(list(token_ids))
