@@ -75,7 +75,8 @@ def test_a_reward_is_the_episodes_or_a_calls():
 def test_sessions_are_found_by_their_keys_until_they_end():
     sessions = Sessions(most=2, idle_seconds=10.0, clock=lambda: 0.0)
     key, session = sessions.start("task-1")
-    assert key.startswith(KEY_PREFIX) and sessions.find(key) is session
+    assert key.startswith(KEY_PREFIX)
+    assert sessions.find(key) is session
     assert sessions.end(key) is session
     assert sessions.find(key) is None
 

@@ -15,8 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tba.types import Sampling
 
 IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key request_id priority cache_salt "
-    "parallel_tool_calls skip_special_tokens spaces_between_special_tokens detokenize truncate_prompt_tokens".split()
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
+        *("priority", "cache_salt", "parallel_tool_calls", "spaces_between_special_tokens", "detokenize"),
+    )
 )
 """Fields that change no response here."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -38,6 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "modalities": (["text"],),
+    "skip_special_tokens": (True,),
 }
 """Fields that are not supported, with the values that ask for nothing; null does neither."""
 LEAST_TEMPERATURE = 0.01

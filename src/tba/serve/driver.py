@@ -1,8 +1,8 @@
 """The thread that generates: one call of `Engine.generate` serves all clients, whose responses share decode steps.
 
-Other threads hand it jobs, cancellations and weights through one queue of commands. The engine takes jobs as slots fall free.
-Between two decode steps the driver carries commands out, and delivers the tokens so far of responses that are watched. While
-nothing runs it blocks on the queue.
+Other threads hand it jobs, cancellations and weights through one queue of commands. The engine takes jobs as slots fall
+free. Between two decode steps the driver carries commands out, and delivers the tokens so far of responses that are watched.
+While nothing runs it blocks on the queue.
 """
 
 from __future__ import annotations
