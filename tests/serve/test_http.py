@@ -84,9 +84,7 @@ def test_log_probs_are_those_of_a_plain_pass(server, client):
 
 
 def test_samples_of_one_request_differ_and_a_seed_repeats_them(client):
-    first, again, other = (
-        [choice.text for choice in complete(client, n=3, seed=seed).choices] for seed in (1, 1, 2)
-    )
+    first, again, other = ([choice.text for choice in complete(client, n=3, seed=seed).choices] for seed in (1, 1, 2))
     assert first == again != other
     assert len(set(first)) == 3
 
@@ -326,9 +324,10 @@ def test_a_session_gives_its_episode_with_the_tokens_of_its_calls(server, client
     assert web.post("/rl/set_reward", json={"reward": 1}, headers=headers).json()["interaction_count"] == 2
     wrong = web.post("/rl/set_reward", json={"reward": 1, "interaction_id": "x"}, headers=headers)
     assert wrong.json()["error"]["param"] == "interaction_id"
-    assert web.post(
-        "/rl/set_reward", json={"reward": 0.5, "interaction_id": first.id}, headers=headers
-    ).json() == {"message": "success", "interaction_count": 2}
+    assert web.post("/rl/set_reward", json={"reward": 0.5, "interaction_id": first.id}, headers=headers).json() == {
+        "message": "success",
+        "interaction_count": 2,
+    }
     found = web.post("/rl/end_session", headers=headers).json()
     (trajectory,) = found["trajectories"]
     assert (found["task_id"], found["reward"]) == ("t1", 1.0)

@@ -38,6 +38,10 @@ class DriverClosed(RuntimeError):
     """The server is shutting down."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine raised an error, which ended all responses that ran."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """A response that a client waits for. Its request asks for one sample, with its own sampling."""
@@ -127,7 +131,7 @@ class Driver:
             except Exception as error:  # of a model, a device or memory: those that wait may fare better
                 logger.exception("the engine failed, and with it %d responses", len(self._running))
                 for job in list(self._running.values()):
-                    self._finish(job, error)
+                    self._finish(job, EngineFailed(f"{type(error).__name__}: {error}"))
         self._take_commands()
         for job in [*self._running.values(), *self._waiting]:
             self._finish(job, DriverClosed("the server is shutting down."))

@@ -47,7 +47,7 @@ from tba.serve.bodies import (
     asked,
     parse_body,
 )
-from tba.serve.driver import Driver, DriverClosed, QueueFull
+from tba.serve.driver import Driver, DriverClosed, EngineFailed, QueueFull
 from tba.serve.sessions import KEY_PREFIX, Call, Session, Sessions, TooManySessions
 from tba.serve.shapes import Shape, error_body, generated
 from tba.tasks.data.make_prompt import PromptRefused, encode
@@ -146,6 +146,8 @@ class Service:
             raise BadRequest(str(error), status=429, code="too_many_sessions", headers={"Retry-After": "10"}) from None
         except DriverClosed as error:
             raise BadRequest(str(error), status=503) from None
+        except EngineFailed as error:
+            raise BadRequest(str(error), status=500, code="engine_failed") from None
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self.name:
@@ -245,8 +247,8 @@ class Service:
                 if piece.answer is not None:
                     found.append(piece.answer)
                     self._note(caller, shape.id, shape.asked, [piece.answer])
-        except Exception as error:  # the status is sent already: an event says it
-            yield _event(error_body(f"{type(error).__name__}: {error}", "server_error"))
+        except (EngineFailed, DriverClosed) as error:  # the status is sent already: an event says it
+            yield _event(error_body(str(error), "server_error"))
             return
         if with_usage:
             yield _event(shape.last_chunk(found))
