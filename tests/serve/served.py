@@ -12,8 +12,6 @@ from builders import tiny_llama, tiny_tokenizer
 
 from tba.engine.native.engine import NativeEngine
 from tba.serve.driver import Driver
-from tba.serve.server import make_server, open_socket
-from tba.serve.service import Service
 from tba.serve.sessions import Sessions
 
 STOP = 2
@@ -45,13 +43,16 @@ def make_engine(model=None, *, slots=4, seed=0):
 class Served:
     """A server that runs."""
 
-    def __init__(self, service: Service, url: str) -> None:
+    def __init__(self, service, url: str) -> None:
         self.service, self.driver, self.url = service, service.driver, url
         self.tokenizer = service.tokenizer
 
 
 @contextmanager
 def served(engine=None, *, token=None, max_waiting=8, tokenizer=None, most_sessions=4) -> Iterator[Served]:
+    from tba.serve.server import make_server, open_socket  # of an extra
+    from tba.serve.service import Service
+
     if tokenizer is None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = TEMPLATE

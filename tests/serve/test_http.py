@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-httpx = pytest.importorskip("httpx", reason="pip install -e '.[dev]' brings it")
-openai = pytest.importorskip("openai", reason="pip install -e '.[dev]' brings it")
-pytest.importorskip("uvicorn", reason="pip install -e '.[dev]' brings it")
-
 from served import LENGTH, STOP, make_engine, make_model, served, wait_for
 
 from tba.types import Prompt, Request, Sampling, Weights
+
+httpx, openai, _ = (
+    pytest.importorskip(name, reason="pip install -e '.[dev]' brings it") for name in ("httpx", "openai", "uvicorn")
+)
 
 WORDS = "w5 w9 w12"
 LONG = {"max_tokens": LENGTH - 8, "min_tokens": LENGTH - 8}
@@ -255,8 +255,13 @@ def test_another_model_is_not_served(client):
 
 @pytest.mark.parametrize(
     ("content", "kind", "status"),
-    [(b"{", "application/json", 400), (b"[" * 100_000, "application/json", 400), (b"[]", "application/json", 400)]
-    + [(b'{"prompt": "w5"}', "text/plain", 415), (b" " * (2**25 + 1), "application/json", 413)],
+    [
+        (b"{", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b'{"prompt": "w5"}', "text/plain", 415),
+        (b" " * (2**25 + 1), "application/json", 413),
+    ],
 )
 def test_a_body_that_is_no_json_object_is_refused(server, content, kind, status):
     headers = {"Content-Type": kind}

@@ -7,13 +7,13 @@ import torch
 from builders import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-pytest.importorskip("uvicorn", reason="pip install -e '.[dev]' brings it")
-
 from tba.cli import app
 from tba.cli.serving import TOKEN_VARIABLE, is_loopback, served_config
 from tba.config import ConfigError, ModelConfig
 from tba.observe.run_folder import RunFolder
 from tba.serve.checkpoints import CheckpointWatch
+
+pytest.importorskip("uvicorn", reason="pip install -e '.[dev]' brings it")
 
 RUNNER = CliRunner()
 
