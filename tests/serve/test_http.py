@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-
 from served import LENGTH, STOP, make_engine, make_model, served, wait_for
 
 from tba.types import Prompt, Request, Sampling, Weights
