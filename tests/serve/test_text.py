@@ -22,8 +22,10 @@ def ids():
 
 def pieces(text, ids, sizes):
     """What `read` gives when tokens come in pieces of these sizes."""
-    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-    return [text.read(ids[:end], is_complete=end >= len(ids)) for end in ends]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [
+        text.read(ids[start : start + size], is_complete=start + size >= len(ids)) for start, size in zip(starts, sizes)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -46,11 +48,9 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(decode, 
 
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none(decode):
     text = ResponseText(lambda ids: "".join(map(chr, ids)), stop=["abc"])
-    assert [text.read([ord(letter) for letter in so_far], is_complete=False) for so_far in ("xa", "xab", "xabd")] == [
-        "x",
-        "",
-        "abd",
-    ]
+    found = [text.read([ord(letter) for letter in new], is_complete=False) for new in ("xa", "b", "d")]
+    assert found == ["x", "", "abd"]
+    assert text.whole == "xabd"
 
 
 def test_a_stop_token_is_the_last_that_counts():
@@ -64,5 +64,5 @@ def test_a_character_of_several_tokens_comes_whole():
     tokenizer = Tokenizer(models.BPE({"Ã": 0, "©": 1, "x": 2}, []))
     tokenizer.decoder = decoders.ByteLevel()
     text = ResponseText(tokenizer.decode)
-    assert [text.read([0, 1, 2][:count], is_complete=count == 3) for count in (1, 2, 3)] == ["", "é", "x"]
+    assert [text.read([token], is_complete=token == 2) for token in (0, 1, 2)] == ["", "é", "x"]
     assert ResponseText(tokenizer.decode).read([0], is_complete=True) == "\ufffd"

@@ -53,7 +53,7 @@ class Answers:
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         requests = requests_of(asked, unique)
         self._texts = [ResponseText(decode, stop=asked.stop, stop_ids=asked.stop_ids) for _ in requests]
-        self._num_sent = [0] * len(requests)
+        self._num_read, self._num_sent = [0] * len(requests), [0] * len(requests)
         is_watched = streams or bool(asked.stop) or bool(asked.stop_ids)
         self._jobs = [
             Job(request=request, deliver=partial(self._deliver, index), is_watched=is_watched)
@@ -87,7 +87,8 @@ class Answers:
     def _piece(self, index: int, update: RunningTokens | Completion) -> Piece:
         text, job = self._texts[index], self._jobs[index]
         is_complete, was_stopped = isinstance(update, Completion), text.is_stopped
-        new = text.read(update.token_ids.tolist(), is_complete=is_complete)
+        new = text.read(update.token_ids[self._num_read[index] :].tolist(), is_complete=is_complete)
+        self._num_read[index] = len(update.token_ids)
         if text.is_stopped and not was_stopped and not is_complete:
             self._driver.end([job])  # the completion follows, with what no one needs at its end
         tokens = slice(self._num_sent[index], text.num_tokens)

@@ -18,70 +18,67 @@ class ResponseText:
         self, decode: Callable[[list[int]], str], *, stop: Sequence[str] = (), stop_ids: Collection[int] = ()
     ) -> None:
         self._decode, self._stop, self._stop_ids = decode, stop, frozenset(stop_ids)
-        self._first = self._read = 0
-        """Text of the tokens before `_read` is known; it is decoded again from `_first` on, because the text of a token
-        may depend on the token before it."""
+        self._ids: list[int] = []
+        self._first = self._known = 0
+        """The text of the tokens before `_known` is known; they are decoded again from `_first` on, because the text of a
+        token may depend on the token before it."""
         self._held = ""
         """The end of the known text that may be the beginning of a stop string."""
+        self.whole = ""
+        """All text so far, without what is held back."""
         self.num_tokens: int | None = None
         """Number of tokens that count; None = the response has not ended."""
         self.is_stopped = False
         """Whether a stop string or one of these stop tokens ended it."""
-        self.whole = ""
-        """All text so far."""
 
-    def read(self, token_ids: Sequence[int], *, is_complete: bool) -> str:
-        """The new text, given all tokens so far."""
-        text = self._read_on(token_ids, is_complete)
+    def read(self, new_ids: Sequence[int], *, is_complete: bool) -> str:
+        """The new text that the next tokens bring; `is_complete` = no more will come."""
+        if self.num_tokens is not None:
+            return ""
+        self._add(new_ids)
+        text = self._ended(is_complete or self.is_stopped)
         self.whole += text
         return text
 
-    def _read_on(self, token_ids: Sequence[int], is_complete: bool) -> str:
-        if self.num_tokens is not None:
-            return ""
-        ids = self._until_stop_id(list(token_ids))
-        is_complete = is_complete or self.is_stopped
-        before, held = (self._first, self._read), self._held
-        text = held + self._new_text(ids, is_complete)
+    def _add(self, new_ids: Sequence[int]) -> None:
+        for place, token in enumerate(new_ids):
+            if token in self._stop_ids:
+                self.is_stopped = True
+                new_ids = new_ids[: place + 1]
+                break
+        self._ids += new_ids
+
+    def _ended(self, is_complete: bool) -> str:
+        """The new text up to a stop string, and but for what may begin one."""
+        first, known, held = self._first, self._known, self._held
+        text = held + self._new_text(is_complete)
         ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
             end, place = min(ends)
             self.is_stopped = True
-            self.num_tokens = self._tokens_until(text[:end], ids, before, held)
+            counts = range(known + 1, len(self._ids))
+            # The first token with which the text begins as the one that was stopped does.
+            fitting = (n for n in counts if (held + self._text_of(first, known, n)).startswith(text[:end]))
+            self.num_tokens = next(fitting, len(self._ids))
             return text[:place]
         if is_complete:
-            self.num_tokens = len(ids)
+            self.num_tokens = len(self._ids)
             return text
         kept = max((self._overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
-    def _until_stop_id(self, ids: list[int]) -> list[int]:
-        """The tokens up to the first stop token."""
-        for place in range(self._read, len(ids)) if self._stop_ids else ():
-            if ids[place] in self._stop_ids:
-                self.is_stopped = True
-                return ids[: place + 1]
-        return ids
-
-    def _new_text(self, ids: list[int], is_complete: bool) -> str:
-        text = self._text_after(ids, self._first, self._read)
+    def _new_text(self, is_complete: bool) -> str:
+        text = self._text_of(self._first, self._known, len(self._ids))
         if not text or (text.endswith(INCOMPLETE) and not is_complete):
             return ""  # more tokens will tell
-        self._first, self._read = self._read, len(ids)
+        self._first, self._known = self._known, len(self._ids)
         return text
 
-    def _text_after(self, ids: list[int], first: int, read: int) -> str:
-        known = self._decode(ids[first:read]) if read > first else ""
-        return self._decode(ids[first:])[len(known) :]
-
-    def _tokens_until(self, text: str, ids: list[int], before: tuple[int, int], held: str) -> int:
-        """Number of tokens whose text first begins with this one."""
-        first, read = before
-        for count in range(read + 1, len(ids)):
-            if (held + self._text_after(ids[:count], first, read)).startswith(text):
-                return count
-        return len(ids)
+    def _text_of(self, first: int, known: int, end: int) -> str:
+        """Text of tokens `known` to `end`, decoded behind those from `first` on."""
+        before = self._decode(self._ids[first:known]) if known > first else ""
+        return self._decode(self._ids[first:end])[len(before) :]
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
