@@ -72,7 +72,8 @@ def serve(
     service = Service(driver, loaded.tokenizer, sessions, name=name or target, token=token, template=template)
     watch = None
     if folder is not None and checkpoint is not None and folder.path == Path(target):
-        watch = CheckpointWatch(folder, checkpoint, config.model, driver.load)
+        dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto would be another one on the CPU, where it is read
+        watch = CheckpointWatch(folder, checkpoint, config.model.model_copy(update={"dtype": dtype}), driver.load)
         watch.start()
     place, listening = address.getsockname()[:2]
     shown = f"[{place}]" if ":" in place else place

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import torch
+
 from tba.engine.contract import Engine, RunningTokens
 from tba.types import Completion, Request, Sampling, Weights
 
@@ -76,6 +78,8 @@ class Driver:
         self._watched: dict[Request, Job] = {}
         self._ending: set[Request] = set()
         self._next_look = 0.0
+        # Each thread has a current GPU of its own, and kernels go to that one.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -119,6 +123,8 @@ class Driver:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         while not self._closed:
             try:
                 # Every request has a sampling of its own, so the call's is never used.

@@ -20,8 +20,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(f"--host {host} --port {port}: {error.strerror or error}.") from None
+    except (OSError, OverflowError) as error:
+        raise OSError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def make_server(service: Service) -> uvicorn.Server:
