@@ -40,7 +40,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
 }
 """Fields that are not supported, with the values that ask for nothing; null does neither."""
 LEAST_TEMPERATURE = 0.01
@@ -88,6 +87,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -248,6 +248,8 @@ class Asked:
     seed: int | None
     stop: list[str]
     stop_ids: list[int]
+    skips_special: bool = True
+    """Whether special tokens are left out of the text."""
 
 
 def asked(fields: SamplingFields, prompts: list[list[int]], *, limits: Limits, max_tokens: int | None) -> Asked:
@@ -271,4 +273,5 @@ def asked(fields: SamplingFields, prompts: list[list[int]], *, limits: Limits, m
         seed=fields.seed,
         stop=fields.stops,
         stop_ids=fields.stop_token_ids or [],
+        skips_special=fields.skip_special_tokens is not False,
     )

@@ -91,7 +91,6 @@ class Service:
         self.created = int(time.time())
         # Random numbers are keyed by prompt ids: those of another start of the server must not come again.
         self._start, self._numbers = secrets.token_hex(8), itertools.count()
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
         # A client's own template would be a program of its own; the others are not arguments of a template.
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
@@ -272,7 +271,8 @@ class Service:
             raise BadRequest(
                 f"the request asks for {count} responses, and this server holds {self.driver.most_open}.", param="n"
             )
-        return Answers(self.driver, wanted, self._decode, unique=name, streams=streams)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=wanted.skips_special)
+        return Answers(self.driver, wanted, decode, unique=name, streams=streams)
 
     def _new_id(self, kind: str) -> str:
         return f"{kind}-{self._start}-{next(self._numbers)}"
