@@ -143,7 +143,7 @@ def test_a_stop_token_of_a_request_is_the_last_of_its_response(server):
 
 def test_the_route_of_verifiers_has_its_exact_shape(server):
     sampling = {"stop_token_ids": [STOP], "logprobs": 1, "max_tokens": 3, "min_tokens": 3, "temperature": 0}
-    sampling["skip_special_tokens"] = False  # as its client sends it
+    sampling |= {"skip_special_tokens": False, "routed_experts_prompt_start": 0}  # as its client sends it
     body = {"model": "tiny", "token_ids": prompt_ids(server), "sampling_params": sampling, "cache_salt": "0"}
     found = httpx.post(f"{server.url}/inference/v1/generate", json=body).json()
     expected = generated(server, Sampling(max_new_tokens=3, min_new_tokens=3, greedy=True))

@@ -18,6 +18,7 @@ IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
         *("priority", "cache_salt", "parallel_tool_calls", "spaces_between_special_tokens", "detokenize"),
+        "routed_experts_prompt_start",
     )
 )
 """Fields that change no response here."""
