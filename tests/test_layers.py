@@ -16,6 +16,7 @@ LAYERS = [
     "engine",
     "runtime",
     "tasks",
+    "serve",
     "replay",
     "searcher",
     "trainer",

@@ -259,3 +259,40 @@ def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16(cache):
     assert engine.decoder.weights.embedding.dtype == torch.bfloat16
     dtype = engine.cache.keys.dtype if cache == "slots" else engine.cache.pool.base.dtype
     assert dtype == torch.float32
+
+
+def test_the_tokens_of_running_responses_are_the_beginnings_of_what_they_become():
+    engine, requests, looks = make(slots=3), make_requests(*LENGTHS), []
+    sampling = Sampling(max_new_tokens=20)
+
+    def between() -> None:
+        looks.extend(engine.running_tokens(requests[:2]))
+
+    found = by_key(engine.generate(requests, samples_per_prompt=2, sampling=sampling, between_steps=between))
+    assert {(look.request.prompt.id, look.sample_index) for look in looks} == {
+        (f"p{p}", k) for p in (0, 1) for k in (0, 1)
+    }
+    for look in looks:
+        whole, count = found[look.request.prompt.id, look.sample_index], len(look.token_ids)
+        assert look.token_ids.tolist() == whole.token_ids[:count].tolist()
+        np.testing.assert_array_equal(look.policy_log_probs, whole.policy_log_probs[:count])
+
+
+def test_responses_that_are_ended_early_are_beginnings_and_the_others_go_on(cache):
+    requests = make_requests(*LENGTHS)
+    engine, expected = make(slots=4), with_four_slots(cache)
+
+    def end_first() -> None:
+        if any(len(look.token_ids) >= 5 for look in engine.running_tokens(requests[1:2])):
+            engine.end_early(requests[1:2])
+
+    stream = engine.generate(
+        requests, samples_per_prompt=3, sampling=Sampling(max_new_tokens=20), between_steps=end_first
+    )
+    found = by_key(stream)
+    ended = {key: found.pop(key) for key in [("p1", k) for k in range(3)]}
+    assert_same(found, {key: whole for key, whole in expected.items() if key not in ended})
+    for key, completion in ended.items():
+        whole = expected[key].token_ids.tolist()
+        assert completion.token_ids.tolist() == whole[: len(completion.token_ids)]
+    assert min(len(completion.token_ids) for completion in ended.values()) <= 6

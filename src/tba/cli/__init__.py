@@ -5,6 +5,7 @@ tba train runs/arithmetic-tb-seed0 --resume
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare reward_model --model BASE --pairs pairs.jsonl --output FOLDER
 tba compare STUDY.yaml --quick
+tba serve runs/arithmetic-tb-seed0
 tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
 tba status runs/arithmetic-tb-seed0
 tba stop runs/arithmetic-tb-seed0
@@ -17,13 +18,14 @@ from __future__ import annotations
 import typer
 
 from tba.cli.commands import config, doctor, evaluate, merge, prepare, replay, scale, status, stop
+from tba.cli.serving import serve
 from tba.cli.training import compare, train
 from tba.cli.usage import Command, Commands, exit_status, log_warnings
 from tba.observe.files import lasting_output
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 # In the order of `tba --help`. What a command needs it imports itself: torch takes seconds, and most need none.
-for command in (train, evaluate, compare, prepare, replay, status, stop, scale, merge, config, doctor):
+for command in (train, evaluate, serve, compare, prepare, replay, status, stop, scale, merge, config, doctor):
     app.command(cls=Command)(command)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,17 @@ class Scorer(Protocol):
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
         """float32 log-probs of each response's tokens after its prompt."""
+
+
+class RunningTokens(NamedTuple):
+    """Tokens so far of a response that is being generated, its prefix included."""
+
+    request: Request
+    sample_index: int
+    token_ids: np.ndarray
+    """int32 [T]"""
+    policy_log_probs: np.ndarray
+    """float32 [T], as in a `Completion`."""
 
 
 class Engine(ABC):
@@ -89,6 +100,15 @@ class Engine(ABC):
         self._pending = None  # what waited for the last response is older than these
         self._use(weights)
 
+    def running_tokens(self, requests: Collection[Request]) -> list[RunningTokens]:
+        """Tokens so far of the running responses to these requests, to be read from `between_steps`. An engine that learns
+        of tokens only when a response is complete returns none."""
+        return []
+
+    def end_early(self, requests: Collection[Request]) -> None:  # noqa: B027 (optional)
+        """End the running responses to these requests with their next token, as at the length limit; called from
+        `between_steps`. Responses that wait are not ended: the caller asks again. An engine that cannot goes on."""
+
     def _load_pending(self) -> None:
         """Take the weights that waited, once no response is unfinished."""
         if self._pending is not None and not self._any_unfinished():
@@ -102,8 +122,8 @@ class Engine(ABC):
     ) -> list[np.ndarray]:
         """float32 log-probs of each response's tokens after its prompt, under the weights in use."""
 
-    def close(self) -> None:
-        """End the processes that it has started, with those of its clone."""  # noqa: B027
+    def close(self) -> None:  # noqa: B027
+        """End the processes that it has started, with those of its clone."""
 
     @abstractmethod
     def clone_for_evaluation(self) -> Engine:

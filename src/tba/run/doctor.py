@@ -41,6 +41,7 @@ EXTRAS = {
     "peft": "LoRA (model.lora)",
     "math_verify": "the grader of task.name=math",
     "vllm": "the engine of generate.engine=vllm",
+    "uvicorn": "a served engine (tba serve)",
     "pyarrow": "parquet files (tba replay RUN --export FILE.parquet)",
 }
 """Purpose of each optional package, by the name it is imported by."""

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.engine.contract import Engine, Update
+from tba.engine.contract import Engine, RunningTokens, Update
 from tba.engine.decoder.build import check_engine, make_decoder
 from tba.engine.decoder.decoder import Decoder, DecoderAdapter
 from tba.engine.decoder.fused_pass import why_not_fused
@@ -199,6 +199,29 @@ class NativeEngine(Engine):
                 pass
             self.cache.forget_prefixes()
             self._restart(self._queue)
+
+    @torch.inference_mode()
+    def running_tokens(self, requests: Collection[Request]) -> list[RunningTokens]:
+        running = [(slot, response) for slot, response in self._slots.items() if response.request in requests]
+        if not running:
+            return []
+        slots = [slot for slot, _ in running]
+        # As many as the host knows of: on a GPU decode steps may be under way that add more.
+        counts = self._slots.num_tokens[slots]
+        tokens, _, policy = self.state.fetch(slots, int(counts.max())).wait()
+        return [
+            RunningTokens(
+                response.request, response.sample_index, tokens[row, :count].astype(np.int32), policy[row, :count]
+            )
+            for row, ((_, response), count) in enumerate(zip(running, counts))
+        ]
+
+    @torch.inference_mode()
+    def end_early(self, requests: Collection[Request]) -> None:
+        slots = [slot for slot, response in self._slots.items() if response.request in requests]
+        if slots:
+            # The next decode step finds the response at its limit, and it leaves its slot in the usual way.
+            self.state.column("limits", self.slots)[slots] = 0
 
     def _any_unfinished(self) -> bool:
         """Whether a response has tokens and is not complete, in its slot or taken out of it."""
