@@ -28,7 +28,7 @@ LARGEST_BYTES = 2**20
 def user_files(config: Config) -> list[Path]:
     """Python files that a config names: those of its rewards, and of a task of the user's own."""
     named = [reward.function for reward in config.task.rewards if isinstance(reward.function, str)]
-    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if ":" in config.task.name else [])]]
+    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if config.task.is_own_file else [])]]
     return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
 
 
@@ -106,5 +106,5 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
         reward.model_copy(update={"function": found(reward.function)}) if isinstance(reward.function, str) else reward
         for reward in config.task.rewards
     )
-    name = found(config.task.name) if ":" in config.task.name else config.task.name
+    name = found(config.task.name) if config.task.is_own_file else config.task.name
     return config.model_copy(update={"task": config.task.model_copy(update={"rewards": rewards, "name": name})})
