@@ -151,14 +151,25 @@ HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteva
 """Hub names of the data of tasks that come without it."""
 
 
+GENERATORS = "reasoning_gym"
+"""Name of the task that is followed by a generator of that package: `reasoning_gym:countdown`."""
+
+
+def is_generator(name: str) -> bool:
+    """Whether a task's name is `reasoning_gym:NAME`."""
+    return name.startswith(f"{GENERATORS}:")
+
+
 class TaskConfig(Section):
     """The task: what is to be learned, from which data, judged by what. Texts name the tasks that a setting is for."""
 
     name: str = "arithmetic"
-    """Name of a registered task, `custom` for your own data and reward functions, or `path/to/file.py:Class` for a task of
-    your own (docs/tasks.md); the path is relative to the working directory, and config.yaml has it in full."""
+    """Name of a registered task, `custom` for your own data and reward functions, `reasoning_gym:NAME` for a generator of
+    that package, or `path/to/file.py:Class` for a task of your own (docs/tasks.md); the path is relative to the working
+    directory, and config.yaml has it in full."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a task of your own, checked by the class attribute `Settings` of the task."""
+    """Settings of reasoning_gym:NAME (docs/tasks.md) or of a task of your own, checked by the class attribute `Settings`
+    of the task."""
     data: LocalPath | None = None
     """Where the data is. custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the
     reward; None = the environment's reset says all there is to say. gsm8k, math: folder with train.jsonl and test.jsonl,
@@ -200,6 +211,11 @@ class TaskConfig(Section):
     red_team: RedTeamConfig = RedTeamConfig()
 
     @property
+    def is_own_file(self) -> bool:
+        """Whether the task is a class in a file of the user's, `path/to/file.py:Class`."""
+        return ":" in self.name and not is_generator(self.name)
+
+    @property
     def label(self) -> str:
         """Name of the task in metrics and summaries: of a task from a file, the name of its class."""
         return self.name.rpartition(":")[2]
@@ -223,7 +239,9 @@ class TaskConfig(Section):
     def _full_path(cls, name: str) -> str:
         """The path of a task's file in full: a run is evaluated later from another working directory."""
         path, colon, kind = name.rpartition(":")
-        return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
+        if is_generator(name) or not (colon and path):
+            return name
+        return f"{Path(path).expanduser().absolute()}:{kind}"
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:

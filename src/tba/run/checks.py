@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Config, ConfigError
+from tba.config.task import GENERATORS
 from tba.models.paths import SHIPPED, check_there, resolve_path
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.run_folder import RunFolder, others_entry
 from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
+from tba.tasks.reasoning_gym.generators import require_reasoning_gym
 from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.load_function import check_reward_function
 from tba.tasks.rewards.sources import with_sources
@@ -27,7 +29,7 @@ HUB_COMMAND = (
     "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
     """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
 )
-TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
+TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "reasoning_gym:NAME", "custom")
 """Names of the registered tasks: the registry itself needs torch."""
 
 
@@ -119,6 +121,8 @@ def check_inputs(config: Config) -> None:
     check_there(f"model.path={config.model.path!r}", config.model.path)
     if unset := [name for name in config.search.reward_environment if name not in os.environ]:
         raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
+    if config.task.name.partition(":")[0] == GENERATORS:
+        require_reasoning_gym()
     named_rewards(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)
@@ -150,7 +154,7 @@ def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str
     code = {}
     if found.model.trust_remote_code:
         code["model.trust_remote_code"] = "true"
-    if ":" in found.task.name:
+    if found.task.is_own_file:
         code["task.name"] = found.task.name
     if found.task.rewards:
         rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in found.task.rewards]

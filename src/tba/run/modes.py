@@ -77,7 +77,7 @@ def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
     loaded = load_model(config.model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded, trains=trains)
-    if ":" in config.task.name:
+    if config.task.is_own_file:
         if trains:
             check_prompts(task, config.task, "train")
         check_prompts(task, config.task, config.evaluate.split)

@@ -73,7 +73,7 @@ def make_evaluator(
     with user_code(type(task), ".make_evaluator"):
         made = task.make_evaluator(inputs)
     # Only code of a user's file is checked; AnswerEvaluator is ours also where a user's task returns it.
-    own = ":" in config.task.name and type(made) is not AnswerEvaluator
+    own = config.task.is_own_file and type(made) is not AnswerEvaluator
     return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
 

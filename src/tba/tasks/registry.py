@@ -14,12 +14,14 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, TaskConfig
+from tba.config.task import is_generator
 from tba.models.load import LoadedModel
 from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.dataset import MathTask
+from tba.tasks.reasoning_gym.problems import ReasoningGymTask
 from tba.tasks.red_team.attacking import RedTeamTask
 from tba.tasks.rewards.load_function import load_named
 from tba.tasks.task import Task, TaskInputs
@@ -33,6 +35,7 @@ TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "math": MathTask,
     "tldr": TLDRTask,
     "red_team": RedTeamTask,
+    "reasoning_gym": ReasoningGymTask,  # reasoning_gym:NAME
 }
 
 
@@ -98,8 +101,8 @@ TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
 
 def _task_class(name: str) -> Callable[[TaskInputs], Task]:
     """Class that makes the task: a registered one, or the one that `file.py:Class` names."""
-    if name in TASKS:
-        return TASKS[name]
+    if (registered := name.partition(":")[0] if is_generator(name) else name) in TASKS:
+        return TASKS[registered]
     if ":" not in name:
         raise ValueError(
             f"task.name={name!r} is not known: it may be {', '.join(TASKS)}, or file.py:Class for a task of your own."

@@ -31,7 +31,7 @@ def user_files(config: Config) -> list[Path]:
     environment = config.task.environment
     code = [*(own.function for own in config.task.rewards), *environment.classes.values(), *environment.tools]
     named = [own for own in code if isinstance(own, str)]
-    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if ":" in config.task.name else [])]]
+    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if config.task.is_own_file else [])]]
     return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
 
 
@@ -114,6 +114,6 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
         "environment": environment.model_copy(
             update={"classes": classes, "tools": tuple(map(found, environment.tools))}
         ),
-        "name": found(task.name) if ":" in task.name else task.name,
+        "name": found(task.name) if task.is_own_file else task.name,
     }
     return config.model_copy(update={"task": task.model_copy(update=update)})
