@@ -152,9 +152,7 @@ def test_there_are_signs_of_life_while_all_wait_for_their_environments(model, tm
     def between_steps():
         sign.touch()
 
-    for completion in engine.generate(
-        requests(), samples_per_prompt=2, sampling=SAMPLING, between_steps=between_steps
-    ):
+    for completion in engine.generate(requests(), samples_per_prompt=2, sampling=SAMPLING, between_steps=between_steps):
         found.append(completion)
     assert [completion.episode.failure for completion in found] == ["", ""]
 

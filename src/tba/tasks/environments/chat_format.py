@@ -91,7 +91,7 @@ class ChatFormat:
         its end-of-turn token; the ids begin with it otherwise."""
         if self._instructs:
             messages = as_user_message(messages)
-        role, name = messages[0]["role"], messages[0].get("name")
+        role, name = str(messages[0]["role"]), str(messages[0].get("name"))
         # Some templates (gpt-oss) write the name of the called tool over its result. Policies make up names.
         kind = (role, name if name in self._names else "tool")
         if kind not in self._ends:

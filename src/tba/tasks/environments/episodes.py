@@ -134,8 +134,12 @@ class EpisodeEngine:
     def format_of(self, kind: str) -> ChatFormat | PlainFormat:
         """How conversations with an environment become tokens."""
         if kind not in self._formats:
-            make = PlainFormat if self.tokenizer.chat_template is None else ChatFormat
-            self._formats[kind] = make(self.tokenizer, self.environments.ready.tools[kind], self._template)
+            tools = self.environments.ready.tools[kind]
+            self._formats[kind] = (
+                PlainFormat(self.tokenizer, tools)
+                if self.tokenizer.chat_template is None
+                else ChatFormat(self.tokenizer, tools, self._template)
+            )
         return self._formats[kind]
 
     def kind_of(self, prompt: Prompt) -> str:
