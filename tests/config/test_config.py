@@ -97,7 +97,10 @@ def test_there_are_shipped_configs():
         ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
         ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one rollout's 8 responses"),
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
-        ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
+        (
+            "task.rewards=[{function: 3}]",
+            "task.rewards.0.function: 3 is neither `file.py:name` nor a Python",
+        ),
         ("task.name=custom", "task.data is needed for task.name=custom"),
         ("task.rewards=[5]", "task.rewards.0: a section is needed, got 5: write task.rewards=[{SETTING: VALUE}]"),
         ("objective=grpo", "got 'grpo': write objective.name=grpo, or objective: {name: grpo} in a file."),

@@ -34,7 +34,20 @@ def make_engine(model, **options):
     return NativeEngine(model, stop_ids=[STOP], seed=0, slots=6, max_length=1400, **options)
 
 
-def episodes_of(model, folder, kind, **options):
+@pytest.fixture
+def episodes_of(tmp_path):
+    made = []
+
+    def make(model, kind, **options):
+        made.append(episode_engine(model, tmp_path, kind, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def episode_engine(model, folder, kind, **options):
     spec = EnvironmentSpec(classes={kind.__name__: kind}, rewards={kind.__name__: kind.__name__}, copies=True)
     environments = Environments(spec, log=folder / "environments.log")
     return EpisodeEngine(make_engine(model), lambda: environments, TOKENIZER, seed=0, **options)
@@ -68,9 +81,9 @@ def by_turns(model, prompt, sample, game, sampling, max_turns=None):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_episodes_are_those_of_a_loop_over_turns(model, tmp_path, greedy):
+def test_episodes_are_those_of_a_loop_over_turns(model, episodes_of, greedy):
     sampling = Sampling(max_new_tokens=120, greedy=greedy)
-    engine = episodes_of(model, tmp_path, games.Echo)
+    engine = episodes_of(model, games.Echo)
     prompts = [prompt_of(number) for number in range(3)]
     found = list(
         engine.generate((Request(prompt=prompt) for prompt in prompts), samples_per_prompt=4, sampling=sampling)
@@ -85,8 +98,8 @@ def test_episodes_are_those_of_a_loop_over_turns(model, tmp_path, greedy):
         assert completion.loss_mask.tolist() == mask.tolist()
 
 
-def test_log_probs_of_an_episode_are_those_of_a_plain_pass(model, tmp_path):
-    engine = episodes_of(model, tmp_path, games.Echo)
+def test_log_probs_of_an_episode_are_those_of_a_plain_pass(model, episodes_of):
+    engine = episodes_of(model, games.Echo)
     for completion in engine.generate([Request(prompt=prompt_of(0))], samples_per_prompt=6, sampling=SAMPLING):
         prompt = torch.from_numpy(completion.episode.prompt.token_ids).long()
         ids = torch.cat([prompt, torch.from_numpy(completion.token_ids).long()])
@@ -103,14 +116,14 @@ def test_log_probs_of_an_episode_are_those_of_a_plain_pass(model, tmp_path):
         assert completion.episode.rewards == ({"Echo": 0.25 * (turns - 1 + ended)} if turns - 1 + ended else {})
 
 
-def test_turns_are_limited(model, tmp_path):
-    engine = episodes_of(model, tmp_path, games.Echo, max_turns=1)
+def test_turns_are_limited(model, episodes_of):
+    engine = episodes_of(model, games.Echo, max_turns=1)
     for completion in engine.generate([Request(prompt=prompt_of(1))], samples_per_prompt=4, sampling=SAMPLING):
         assert sum(message["role"] == "user" for message in completion.episode.messages) <= 1
 
 
-def test_spans_of_versions_go_on_over_turns(model, tmp_path):
-    engine, found = episodes_of(model, tmp_path, games.Echo), []
+def test_spans_of_versions_go_on_over_turns(model, episodes_of):
+    engine, found = episodes_of(model, games.Echo), []
     for completion in engine.generate([Request(prompt=prompt_of(2))], samples_per_prompt=6, sampling=SAMPLING):
         if not found:
             engine.load(make_weights(model, version=7))
@@ -122,16 +135,16 @@ def test_spans_of_versions_go_on_over_turns(model, tmp_path):
         assert own[0][0] == 0
 
 
-def test_a_reset_that_differs_within_a_prompt_costs_the_others(model, tmp_path):
-    engine = episodes_of(model, tmp_path, games.Luck)
+def test_a_reset_that_differs_within_a_prompt_costs_the_others(model, episodes_of):
+    engine = episodes_of(model, games.Luck)
     found = list(engine.generate([Request(prompt=prompt_of(0))], samples_per_prompt=3, sampling=SAMPLING))
     failures = [completion.episode.failure for completion in found]
     assert sorted(map(bool, failures)) == [False, True, True]
     assert "told this response something else" in max(failures)
 
 
-def test_episodes_in_a_row_and_a_call_that_is_left_early(model, tmp_path):
-    engine = episodes_of(model, tmp_path, games.Echo)
+def test_episodes_in_a_row_and_a_call_that_is_left_early(model, episodes_of):
+    engine = episodes_of(model, games.Echo)
     requests = [Request(prompt=prompt_of(number)) for number in range(4)]
     first = next(iter(engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
     again = list(engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING))
@@ -140,9 +153,9 @@ def test_episodes_in_a_row_and_a_call_that_is_left_early(model, tmp_path):
     assert same.token_ids.tolist() == first.token_ids.tolist()
 
 
-def test_there_are_signs_of_life_while_all_wait_for_their_environments(model, tmp_path):
+def test_there_are_signs_of_life_while_all_wait_for_their_environments(model, tmp_path, episodes_of):
     # Under a pace limit nothing more may start: the requests say None, and the engine has nothing that runs.
-    engine, sign, found = episodes_of(model, tmp_path, games.Waits), tmp_path / "sign", []
+    engine, sign, found = episodes_of(model, games.Waits), tmp_path / "sign", []
 
     def requests():
         yield Request(prompt=replace(prompt_of(0), columns={"sign": str(sign)}))

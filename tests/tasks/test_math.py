@@ -20,6 +20,7 @@ from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer
 from tba.tasks.math.symbolic import SymbolicEquality, symbolic_equality
 from tba.tasks.registry import make_task
+from tba.tasks.rewards.worker import JobService
 from tba.types import Completion
 
 REPOSITORY = Path(__file__).parents[2]
@@ -210,7 +211,7 @@ def test_a_comparison_without_end_is_killed_told_once_and_not_equal(caplog):
 
 
 def test_a_worker_that_dies_costs_one_comparison(monkeypatch, caplog):
-    class Dies:
+    class Dies(JobService):
         greeting = "ready"
 
         def __call__(self, given, wanted):

@@ -159,6 +159,8 @@ def _type(annotation: Any) -> str:
         return NAMES[annotation]
     if origin is Annotated:
         return _type(arguments[0])
+    if origin is dict:
+        return f"{_type(arguments[1])}, by name"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):

@@ -164,7 +164,7 @@ class CompletionBody(OpenAIFields):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
 class EngineSampling(SamplingFields):

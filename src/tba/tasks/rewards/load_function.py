@@ -39,7 +39,7 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     that the file defines, imports or assigns at its top level are accepted; whether an imported or assigned one is a
     function, and what it needs, shows when a worker imports it."""
     if not isinstance(specification, str):
-        _check_picklable(specification)
+        _check_picklable(specification, "reward")
         try:
             parameters = inspect.signature(specification).parameters.values()
         except (TypeError, ValueError):  # of a function in C
@@ -64,7 +64,7 @@ def check_code(place: str | Callable[..., Any]) -> None:
         file, name = _split(place, what=what, kind="name")
         _defined(file, name, what=what, kind="class or function")
     else:
-        _check_picklable(place)
+        _check_picklable(place, "environment or tool")
 
 
 def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:
@@ -184,7 +184,7 @@ def _no_such(what: str, file: Path, kind: str, name: str, known: list[str]) -> s
     return f"{what}: {file} has no {kind} {name!r}; it has {', '.join(close) or 'none'}."
 
 
-def _check_picklable(function: Callable[..., Any]) -> None:
+def _check_picklable(function: Callable[..., Any], what: str) -> None:
     """Refuse a function that cannot be sent to a worker: an error at its first use would come from deep inside the run."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -192,7 +192,7 @@ def _check_picklable(function: Callable[..., Any]) -> None:
         cloudpickle.dumps(function)
     except Exception as error:  # whatever the function holds may fail to be pickled, each in its own way
         raise ValueError(
-            f"{name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
+            f"{what} {name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
             "models inside the function, at its first call, or put it in a file and name it file.py:function."
         ) from None
 
