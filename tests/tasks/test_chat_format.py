@@ -6,8 +6,10 @@ import random
 import numpy as np
 import pytest
 from chat_families import TEMPLATES, byte_tokenizer, family_tokenizer
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from tba.tasks.environments.chat_format import ChatFormat, PlainFormat
 from tba.tasks.environments.schemas import tools_of
@@ -77,7 +79,7 @@ END = {"llama_3": "<|eot_id|>", "gemma_3": "<end_of_turn>"}
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=25, deadline=None)
 @given(
     turns=st.lists(st.tuples(TEXTS, CODES, TEXTS, RESULTS, st.booleans()), min_size=1, max_size=3), seed=st.integers()
 )
@@ -100,7 +102,7 @@ def test_turns_with_tool_calls_are_the_templates_text_and_every_turn_only_adds_i
 
 
 @pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "qwen_3"])
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3), seed=st.integers())
 def test_turns_with_a_step_environments_observations_are_the_templates_text(family, turns, seed):
     format = format_of(family)
@@ -224,6 +226,17 @@ def test_a_tokenizers_response_template_reads_its_calls():
     broken = format.reply(np.array(tokenizer('call open{"code": .<|im_end|>')["input_ids"]))
     assert broken.calls == ()
     assert broken.error.startswith("the tool call cannot be read")
+    without = ChatFormat(tokenizer).reply(np.array(tokenizer('call open{"code": .<|im_end|>')["input_ids"]))
+    assert (without.calls, without.error, without.message["content"]) == ((), None, 'call open{"code": .')
+
+
+def test_a_response_template_reads_no_calls_that_tba_itself_asked_for():
+    tokenizer = family_tokenizer("gemma_3")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    reply = ChatFormat(tokenizer, TOOLS).reply(
+        np.array(tokenizer('<tool_call>{"name": "look"}</tool_call>')["input_ids"])
+    )
+    assert [call.name for call in reply.calls] == ["look"]
 
 
 def test_a_template_that_ends_turns_differently_when_they_are_followed_is_refused():
@@ -263,6 +276,30 @@ def test_an_unknown_syntax_of_calls_is_refused_with_its_remedy():
 def test_messages_that_the_template_refuses_say_so():
     with pytest.raises(ValueError, match=r"roles user, assistant, user, user is refused .* must alternate"):
         format_of("gemma_3").next_turn_ids([USER, USER])
+
+
+def test_ids_are_those_of_the_whole_text_also_where_a_tokenizer_puts_a_space_first():
+    # As Llama 2's: "▁" stands for a space, and the first text gets one.
+    words = sorted(set("▁\n" + "".join(map(chr, range(33, 127)))))
+    core = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, []))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.add_special_tokens([AddedToken(token, normalized=False) for token in ("<bos>", "<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATES["qwen_2_5"]
+    format = ChatFormat(tokenizer)
+    messages = [USER, {"role": "assistant", "content": "How so?"}, USER]
+    whole = tokenizer(rendered(format, messages, add_generation_prompt=True), add_special_tokens=False)["input_ids"]
+    prompt, between = format.prompt_ids([USER]).tolist(), format.next_turn_ids([USER], ended=False).tolist()
+    assert whole[: len(prompt)] == prompt
+    assert whole[-len(between) :] == between
+    turn = whole[len(prompt) : -len(between)]
+    assert "".join(tokenizer.convert_ids_to_tokens(turn)) in ("How▁so?", "▁How▁so?")
+
+
+def test_a_chat_template_may_come_with_the_other_arguments():
+    format = ChatFormat(byte_tokenizer("{{ 'other' }}"), TOOLS, {"chat_template": TEMPLATES["qwen_2_5"]})
+    result = [{"role": "tool", "name": "look", "content": "A door."}]
+    assert format.tokenizer.decode(format.next_turn_ids(result)).startswith("\n<|im_start|>user\n<tool_response>")
 
 
 def test_a_plain_model_sees_the_observation_after_its_action():

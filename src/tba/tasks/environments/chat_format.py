@@ -77,7 +77,8 @@ class ChatFormat:
         if self.tools:
             self.template["tools"] = self.tools
         self._instructs = bool(self.tools) and self._render([FIRST]) == self._generation_prompt
-        self._response_template = getattr(tokenizer, "response_template", None)  # transformers 5.13 and newer
+        # Of transformers 5.13 and newer; it does not know the calls of our own instructions.
+        self._has_response_template = not self._instructs and getattr(tokenizer, "response_template", None) is not None
         self._syntax = self._find_syntax() if self.tools else None
         self._control_ids = _control_ids(tokenizer)
 
@@ -108,9 +109,10 @@ class ChatFormat:
         shown = [token for token in ids.tolist() if token not in self._control_ids]
         text = self.tokenizer.decode(shown, clean_up_tokenization_spaces=False)
         try:
-            fields, calls = self._by_template(ids) if self._response_template else self._by_syntax(text)
+            fields, calls = self._by_template(ids) if self._has_response_template else self._by_syntax(text)
         except MalformedCall as error:
-            return Reply(message={"role": "assistant", "content": text}, calls=(), error=str(error))
+            message = {"role": "assistant", "content": text}
+            return Reply(message=message, calls=(), error=str(error) if self.tools else None)
         called = {"tool_calls": [call.as_message() for call in calls]} if calls else {}
         return Reply(message={"role": "assistant", **fields, **called}, calls=tuple(calls), error=None)
 
@@ -131,7 +133,8 @@ class ChatFormat:
             )
         except Exception as error:  # its parsers raise what they like for a text that they cannot read
             raise MalformedCall(f"the tool call cannot be read: {error}") from None
-        calls = [make_call(call) for call in message.pop("tool_calls", None) or []]
+        written = message.pop("tool_calls", None) or []
+        calls = [make_call(call) for call in written] if self.tools else []
         # Fields that are empty are left out, and templates want a content.
         return {**message, "content": message.get("content") or ""}, calls
 
@@ -167,9 +170,9 @@ class ChatFormat:
             raise PromptRefused(f"a conversation {error}") from None
 
     def _find_syntax(self) -> Syntax | None:
-        if self._instructs or self._response_template:
+        if self._instructs or self._has_response_template:
             return tagged_json
-        syntax = syntax_of(self.tokenizer.get_chat_template(tools=self.tools))
+        syntax = syntax_of(self.tokenizer.get_chat_template(self.template.get("chat_template"), self.tools))
         if syntax is None:
             raise ValueError(
                 f"the chat template of {_name(self.tokenizer)} has tools, in a syntax that tba cannot read. Give the "
