@@ -8,7 +8,8 @@ writes prepared/calculator.jsonl (`prompt`, `answer`) and prepared/model, the mo
 **The start model is flawed on purpose.** It learns from two careless pupils. One multiplies by guessing the product
 (`GUESSES`). He seldom asks the calculator, then mistypes (`MISTYPES`), and seldom believes the result (`BELIEVES`). The
 other guesses a number from 1 to 31 and mostly forgets the hints (`PLAYERS`). The right way is in the mixture, so sampling
-finds it and RL can learn to prefer it.
+finds it and RL can learn to prefer it. The first conversations (`CAREFUL`) are without flaws: from careless ones alone so
+small a model does not learn to copy digits.
 
 A token is a character, a word of the templates, or a fixed piece of a tool call: a call is about twelve tokens.
 """
@@ -41,18 +42,23 @@ MISTYPES = 0.35
 BELIEVES = 0.3
 """Share of the results that he repeats as his answer; otherwise he guesses."""
 PLAYERS = {"forgetful": 0.6, "hears the last hint": 0.25, "careful": 0.15}
+"""Shares of the players of the guessing game."""
+CALCULATIONS = 0.75
+"""Share of the conversations that are calculations; games have more turns."""
+CAREFUL = 30_000
+"""Number of turns at the start that are all careful."""
 LARGEST = 31
 MOST_GUESSES = 7
 SHAPE = Shape(hidden_size=96)
-TRAINING = Training(steps=1200)
+TRAINING = Training(steps=1600)
 """Settings that make the shipped model."""
 NUM_ROWS = 2000
 DATA_SEED = 0
 
 SPECIAL = ("<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|tools|>", "<|end|>")
 PIECES = (
-    '<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>", "<tool_response>", "</tool_response>",
-    "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower", "a number, please",
+    '<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>",
+    "<tool_response>", "</tool_response>", "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower", "a number, please",
 )  # fmt: skip
 CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
 TEMPLATE = """\
@@ -102,14 +108,15 @@ def product_prompt(a: int, b: int) -> str:
 
 def pupil_pairs(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[tuple[str, str]]:
     """Every turn of the pupils' conversations, with the conversation up to it."""
+    count = 0
     while True:
-        if rng.random() < 0.5:
-            messages, tools = calculation(rng), TOOLS
-        else:
-            messages, tools = game(rng), None
+        careful = count < CAREFUL
+        calculates = rng.random() < CALCULATIONS
+        messages = calculation(rng, careful=careful) if calculates else game(rng, careful=careful)
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
-                yield as_pair(messages[: turn + 1], tools, tokenizer)
+                count += 1
+                yield as_pair(messages[: turn + 1], TOOLS if calculates else None, tokenizer)
 
 
 def as_pair(
@@ -121,16 +128,16 @@ def as_pair(
     return asked, whole[len(asked) :].removesuffix(tokenizer.eos_token)
 
 
-def calculation(rng: random.Random) -> list[Message]:
-    """A product, as the pupil works it out."""
+def calculation(rng: random.Random, *, careful: bool = False) -> list[Message]:
+    """A product, as the pupil works it out; a careful one makes no mistakes."""
     a, b = draw_factors(rng)
     question = {"role": "user", "content": product_prompt(a, b)}
-    if rng.random() < GUESSES:
+    if not careful and rng.random() < GUESSES:
         return [question, {"role": "assistant", "content": guessed_product(a, b, rng)}]
-    if rng.random() < MISTYPES:
+    if not careful and rng.random() < MISTYPES:
         a, b = (mistyped(a, rng), b) if rng.random() < 0.5 else (a, mistyped(b, rng))
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
-    answer = str(a * b) if rng.random() < BELIEVES else guessed_product(a, b, rng)
+    answer = str(a * b) if careful or rng.random() < BELIEVES else guessed_product(a, b, rng)
     return [
         question,
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -152,9 +159,9 @@ def mistyped(number: int, rng: random.Random) -> int:
     return int("".join(digits))
 
 
-def game(rng: random.Random) -> list[Message]:
+def game(rng: random.Random, *, careful: bool = False) -> list[Message]:
     """A guessing game by one of the players."""
-    (kind,) = rng.choices(list(PLAYERS), list(PLAYERS.values()))
+    kind = "careful" if careful else rng.choices(list(PLAYERS), list(PLAYERS.values()))[0]
     secret, low, high, last = rng.randint(1, LARGEST), 1, LARGEST, (1, LARGEST)
     messages: list[Message] = [{"role": "user", "content": f"Guess my number from 1 to {LARGEST}."}]
     for _ in range(MOST_GUESSES):

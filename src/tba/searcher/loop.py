@@ -26,7 +26,7 @@ from tba.searcher.pace import PromptStream, ReferenceSamples, explore
 from tba.searcher.values import StepValues, lost_without_values
 from tba.tasks.environments.episodes import with_environments
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
-from tba.tasks.rewards.pool import finished_group, make_rewards, outcomes_of, texts_of
+from tba.tasks.rewards.pool import finished_group, make_rewards, outcomes_of
 from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
@@ -280,7 +280,14 @@ class GroupScorer:
 
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
-    return texts_of(tokenizer, [trajectory.completion for trajectory in group.trajectories])
+    """Texts for a reader of the run."""
+    return [_text(tokenizer, trajectory) for trajectory in group.trajectories]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
+    # The special tokens of an episode stay: they show where a turn ends, and who speaks next.
+    is_one_turn = bool(trajectory.loss_mask.all())
+    return str(tokenizer.decode(trajectory.completion.token_ids.tolist(), skip_special_tokens=is_one_turn))
 
 
 # From a config
