@@ -103,7 +103,7 @@ def test_prompts_of_one_request_are_answered_in_order(server, client):
 
 @pytest.mark.parametrize("stop", [None, "w"])
 def test_pieces_of_a_stream_join_to_the_whole(client, stop):
-    options = {"n": 2, "seed": 5, "max_tokens": 300, "extra_body": {"min_tokens": 300, "return_token_ids": True}}
+    options = {"n": 2, "seed": 5, "max_tokens": 120, "extra_body": {"min_tokens": 120, "return_token_ids": True}}
     if stop is not None:  # a word that occurs, with the beginning of the next
         options["stop"] = chat(client, **options).choices[0].message.content.split()[50] + " w"
     whole = chat(client, **options, logprobs=True)

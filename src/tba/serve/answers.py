@@ -50,7 +50,9 @@ class Answers:
         """Asks the driver for them, or raises QueueFull; `unique` is part of no other request."""
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._latest: dict[int, Update] = {}
+        """The newest update of each response that was not read yet: a client that reads slowly costs no memory."""
+        self._news = asyncio.Event()
         requests = requests_of(asked, unique)
         self._texts = [ResponseText(decode, stop=asked.stop, stop_ids=asked.stop_ids) for _ in requests]
         self._num_read, self._num_sent = [0] * len(requests), [0] * len(requests)
@@ -62,20 +64,28 @@ class Answers:
         driver.submit(self._jobs)
 
     def _deliver(self, index: int, update: Update) -> None:
+        """Called in the driver's thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
+            self._loop.call_soon_threadsafe(self._take, index, update)
+
+    def _take(self, index: int, update: Update) -> None:
+        self._latest[index] = update
+        self._news.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces as they come; an error of the engine is raised. Whoever stops reading cancels what is unfinished."""
         unfinished = set(range(len(self._jobs)))
         try:
             while unfinished:
-                index, update = await self._updates.get()
-                if isinstance(update, Exception):
-                    raise update
-                if isinstance(update, Completion):
-                    unfinished.discard(index)
-                yield self._piece(index, update)
+                await self._news.wait()
+                self._news.clear()
+                while self._latest:
+                    index, update = self._latest.popitem()
+                    if isinstance(update, Exception):
+                        raise update
+                    if isinstance(update, Completion):
+                        unfinished.discard(index)
+                    yield self._piece(index, update)
         finally:
             self._driver.end([self._jobs[index] for index in unfinished])
 

@@ -190,10 +190,6 @@ class RewardBody(Body):
     interaction_id: str | None = None
 
 
-class EndBody(Body):
-    session_id: str | None = None
-
-
 def parse_body(kind: type[AnyBody], fields: Any) -> AnyBody:
     """A body of this kind from JSON."""
     if not isinstance(fields, dict):

@@ -38,7 +38,6 @@ from tba.serve.bodies import (
     BadRequest,
     ChatBody,
     CompletionBody,
-    EndBody,
     GenerateBody,
     Limits,
     OpenAIFields,
@@ -58,6 +57,14 @@ CLIENT_GONE = 499
 """Status, which nobody reads, of a request whose client left."""
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Kinds of errors by status; others are invalid_request_error, from 500 on server_error."""
+
+FAILURES: dict[type[Exception], dict[str, Any]] = {
+    QueueFull: {"status": 429, "code": "queue_full", "headers": {"Retry-After": "1"}},
+    TooManySessions: {"status": 429, "code": "too_many_sessions", "headers": {"Retry-After": "10"}},
+    EngineFailed: {"status": 500, "code": "engine_failed"},
+    DriverClosed: {"status": 503, "code": "shutting_down"},
+}
+"""Answers to what may happen to a good request."""
 
 
 class Caller(NamedTuple):
@@ -139,14 +146,8 @@ class Service:
         fields = await _json_of(request)
         try:
             return await handler(request, fields, caller)
-        except QueueFull as error:
-            raise BadRequest(str(error), status=429, code="queue_full", headers={"Retry-After": "1"}) from None
-        except TooManySessions as error:
-            raise BadRequest(str(error), status=429, code="too_many_sessions", headers={"Retry-After": "10"}) from None
-        except DriverClosed as error:
-            raise BadRequest(str(error), status=503) from None
-        except EngineFailed as error:
-            raise BadRequest(str(error), status=500, code="engine_failed") from None
+        except tuple(FAILURES) as error:
+            raise BadRequest(str(error), **FAILURES[type(error)]) from None
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self.name:
@@ -299,7 +300,6 @@ class Service:
         return JSONResponse({"message": "success", "interaction_count": len(session.calls)})
 
     async def _end_session(self, request: WebRequest, fields: Any, caller: Caller) -> Response:
-        parse_body(EndBody, fields)
         key, _ = _of_session(caller)
         return _json(self.sessions.end(key).as_json())
 
