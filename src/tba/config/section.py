@@ -39,6 +39,17 @@ class Section(BaseModel):
             raise ValueError(f"a number is needed, got {str(value).lower()} (YAML reads yes, no, on and off so).")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_what_is_no_text(cls, value: Any) -> Any:
+        """No path or file can hold these two, and YAML makes them of a backslash in double quotes."""
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError(
+                f"{value!r} has a character that no file can hold (in double quotes YAML reads \\ as the start of one): write "
+                "it in single quotes, or leave it out."
+            )
+        return value
+
 
 EngineName = Literal["native", "vllm", "transformers"]
 

@@ -32,7 +32,7 @@ AdamBeta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class LoraConfig(Section):
     """The LoRA adapter that is trained instead of the model."""
 
-    rank: int = Field(default=32, ge=1)
+    rank: int = Field(default=32, ge=1, le=16_384)
     """Rank r of the adapter's matrices."""
     alpha: float | None = Field(default=None, gt=0.0)
     """Scale of the adapter, whose output counts alpha / rank times; None = twice the rank."""
@@ -360,7 +360,7 @@ class RuntimeConfig(Section):
     address: str | None = None
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
     on this machine. Only this run can reach it, and it ends with the run."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """Number of threads with which each process computes a product of matrices. None = the cores of the machine but one,
     shared out among trainer and searchers, or all cores where that gives each two threads instead of one. A process that is
     alone (sync runs, evaluations) then has all cores but one. None gives at most OMP_NUM_THREADS where that is set,
