@@ -76,9 +76,10 @@ Device = Annotated[str, AfterValidator(_device)]
 def full_path(path: str) -> str:
     """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
     names, and what is not there, stay as they were written."""
-    # An empty path would be the working directory, which exists.
+    if not path:  # it would be the working directory
+        raise ValueError("the path is empty (a variable that is not set?): name a file or folder, or leave the setting out.")
     found = Path(path).expanduser()
-    return str(found.absolute()) if path and found.exists() else path
+    return str(found.absolute()) if found.exists() else path
 
 
 LocalPath = Annotated[str, AfterValidator(full_path)]

@@ -291,7 +291,7 @@ class TrainConfig(Section):
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
     (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768). On a
     CPU it is also no more than about a second of one core computes, 1e11 floating-point operations, but at least 512."""
-    ranks: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1, le=1024)
     """Number of processes that the trainer's model is spread over, by FSDP2: each holds its part of weights, gradients and
     optimizer, on a GPU of its own where there are GPUs. Under torchrun it is the number of processes that torchrun has
     started (docs/scaling.md)."""
