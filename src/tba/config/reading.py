@@ -65,7 +65,22 @@ def read_yaml(text: str | bytes) -> Any:
 
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
-    return _resolved([_read_yaml(Path(path)) if path is not None else {}, values], overrides)
+    given = _read_yaml(Path(path)) if path is not None else {}
+    try:
+        return _resolved([given, values], overrides)
+    except ConfigError as error:
+        if any(_holds(given, key) for key in error.unknown):
+            error.args = (f"{error}\nIt stands in {path}: correct it there, or use the version of tba that wrote it.",)
+        raise
+
+
+def _holds(values: Any, key: str) -> bool:
+    """Whether a mapping of sections has a dotted key."""
+    for name in key.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return False
+        values = values[name]
+    return True
 
 
 def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
@@ -211,6 +226,8 @@ def _scientific(text: str) -> str | float:
 
 
 def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
+    if _section_at(key[:1]) is not None and not isinstance(data.get(key[0]), dict):
+        raise ConfigError(_section_needed(key[:1], data.get(key[0])))  # of a file: it would be lost
     for name in key[:-1]:
         inner = data.get(name)
         if isinstance(inner, (int, float)) and not isinstance(inner, bool):
@@ -236,11 +253,15 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "tuple_type":
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key}: a section is needed, got {problem['input']!r}: write {_as_section(location, problem['input'])}."
+        return _section_needed(location, problem["input"])
     if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
         kind = type(problem["input"]).__name__
         return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""
     return f"{key}: {message}, got {problem['input']!r}."
+
+
+def _section_needed(location: list[str], value: Any) -> str:
+    return f"{'.'.join(location)}: a section is needed, got {value!r}: write {_as_section(location, value)}."
 
 
 def _as_section(location: list[str], value: Any) -> str:

@@ -39,6 +39,17 @@ class Section(BaseModel):
             raise ValueError(f"a number is needed, got {str(value).lower()} (YAML reads yes, no, on and off so).")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_what_is_no_text(cls, value: Any) -> Any:
+        """No path or file can hold these two, and YAML makes them of a backslash in double quotes."""
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError(
+                f"{value!r} has a character that no file can hold (in double quotes YAML reads \\ as the start of one): write "
+                "it in single quotes, or leave it out."
+            )
+        return value
+
 
 EngineName = Literal["native", "vllm", "transformers"]
 
@@ -65,9 +76,10 @@ Device = Annotated[str, AfterValidator(_device)]
 def full_path(path: str) -> str:
     """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
     names, and what is not there, stay as they were written."""
-    # An empty path would be the working directory, which exists.
+    if not path:  # it would be the working directory
+        raise ValueError("the path is empty (a variable that is not set?): name a file or folder, or leave the setting out.")
     found = Path(path).expanduser()
-    return str(found.absolute()) if path and found.exists() else path
+    return str(found.absolute()) if found.exists() else path
 
 
 LocalPath = Annotated[str, AfterValidator(full_path)]

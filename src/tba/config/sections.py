@@ -32,7 +32,7 @@ AdamBeta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class LoraConfig(Section):
     """The LoRA adapter that is trained instead of the model."""
 
-    rank: int = Field(default=32, ge=1)
+    rank: int = Field(default=32, ge=1, le=16_384)
     """Rank r of the adapter's matrices."""
     alpha: float | None = Field(default=None, gt=0.0)
     """Scale of the adapter, whose output counts alpha / rank times; None = twice the rank."""
@@ -291,7 +291,7 @@ class TrainConfig(Section):
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
     (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768). On a
     CPU it is also no more than about a second of one core computes, 1e11 floating-point operations, but at least 512."""
-    ranks: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1, le=1024)
     """Number of processes that the trainer's model is spread over, by FSDP2: each holds its part of weights, gradients and
     optimizer, on a GPU of its own where there are GPUs. Under torchrun it is the number of processes that torchrun has
     started (docs/scaling.md)."""
@@ -360,7 +360,7 @@ class RuntimeConfig(Section):
     address: str | None = None
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
     on this machine. Only this run can reach it, and it ends with the run."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """Number of threads with which each process computes a product of matrices. None = the cores of the machine but one,
     shared out among trainer and searchers, or all cores where that gives each two threads instead of one. A process that is
     alone (sync runs, evaluations) then has all cores but one. None gives at most OMP_NUM_THREADS where that is set,

@@ -37,7 +37,12 @@ def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
     found: set[int] = set()
     for ids in (getattr(source, "eos_token_id", None) for source in sources):
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
+            found.update(ids if isinstance(ids, (list, tuple)) else [ids])
+    if words := [index for index in found if not isinstance(index, int)]:
+        raise ValueError(
+            f"the model's eos_token_id has {words[0]!r}: write the number of a token, or a list of numbers, into its "
+            "generation_config.json (or config.json)."
+        )
     # A config may name an id beyond the vocabulary. Engines use stop ids as indices into logits.
     found = {index for index in found if 0 <= index < text.vocab_size}
     if not found:

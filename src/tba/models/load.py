@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -50,10 +52,14 @@ logger = logging.getLogger("tba.models")
 
 ADAPTER = "default"
 """Name of the LoRA adapter, as PEFT calls it."""
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of which an adapter has one."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer has one; some families have others."""
 UNPACKED = ("mxfp4", "fp8", "compressed-tensors")
 """Ways of quantizing that transformers undoes when it loads."""
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that are what they stand for, as safetensors calls them."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -115,7 +121,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(with_tokenizer, **options)
     with friendly_errors(config.path, "cannot be loaded with its weights"):
         if getattr(shape, "quantization_config", None) is None:
-            _check_not_integers(Path(base))
+            _check_plain(Path(base))
         model = load_weights(AutoModelForCausalLM, base, dtype=resolve_dtype(config.dtype, device), **options)
         if adapter is not None:
             model = with_adapter(model, adapter)
@@ -190,15 +196,17 @@ def _opened(file: Path) -> Any:
         ) from None
 
 
-def _check_not_integers(folder: Path) -> None:
-    """Refuse integers as weights, of which transformers would make floats as they stand: their scales are lost."""
+def _check_plain(folder: Path) -> None:
+    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be the
+    imaginary parts of complex ones."""
     for file in sorted(folder.glob("*.safetensors")):
         with _opened(file) as tensors:
             weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
-            if whole := [name for name in weights if tensors.get_slice(name).get_dtype()[0] in "IU"]:
+            kinds = {name: tensors.get_slice(name).get_dtype() for name in weights}
+            if others := [name for name, kind in kinds.items() if kind not in PLAIN_DTYPES]:
                 raise ValueError(
-                    f"{some_of(whole)} of {file.name} are integers, and config.json has no quantization_config that says "
-                    "what they stand for"
+                    f"{some_of(others)} of {file.name} are {kinds[others[0]]} and none of {', '.join(PLAIN_DTYPES)}, and "
+                    "config.json has no quantization_config that says what they stand for"
                 )
 
 
@@ -243,9 +251,10 @@ def friendly_errors(path: str, what: str) -> Iterator[None]:
 
 
 def check_has_config(folder: Path) -> None:
-    """Refuse a folder that is no model, and name one in there that is, such as a snapshot in a folder of the hub's cache."""
+    """Refuse a folder that is no model, and name one in there that is, such as a run's checkpoint, or a snapshot in a folder
+    of the hub's cache."""
     if folder.is_dir() and not (folder / "config.json").is_file():
-        inside = sorted(found.parent for place in ("*", "snapshots/*") for found in folder.glob(f"{place}/config.json"))
+        inside = sorted(found.parent for place in ("*", "*/*") for found in folder.glob(f"{place}/config.json"))
         raise ValueError("the folder has no config.json" + (f", and {inside[0]} has one" if inside else ""))
 
 
@@ -269,6 +278,7 @@ def check_generates(path: str, shape: Any) -> None:
         (getattr(shape, "is_encoder_decoder", False), "an encoder-decoder"),
         (is_encoder, "an encoder, which fills in gaps"),
         (built.endswith(heads), "a classifier"),
+        (type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(shape, "auto_map"), "no language model"),
     ):
         if is_so:
             raise ValueError(
@@ -348,7 +358,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     try:
         # What trains is the model inside: in the dtype of the model, without the cast to fp32 that PEFT makes by default.
         outside = peft.get_peft_model(model, adapter, adapter_name=ADAPTER, autocast_adapter_dtype=False)
-    except ValueError as error:  # PEFT's errors about targets are of this kind
+    except (ValueError, re.error) as error:  # PEFT's errors about targets; a text of targets is a pattern
         raise ConfigError(
             f"model.lora.targets={config.targets!r} does not fit {type(model).__name__}: {first_line(error).rstrip('. ')}. "
             f"Give names of {'some' if config.targets == 'all-linear' else 'its'} linear layers, such as in_proj or q_proj."
@@ -469,6 +479,9 @@ def base_of(path: Path) -> str:
 
 def with_adapter(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The base model with a saved adapter merged into its weights: a plain model."""
+    if not any((path / name).is_file() for name in ADAPTER_FILES):
+        # PEFT would take the folder for a name of the hub.
+        raise ValueError(f"the adapter has no weights ({' or '.join(ADAPTER_FILES)})")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would make up random ones
         try:

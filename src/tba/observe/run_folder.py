@@ -189,8 +189,8 @@ class RunFolder:
             except ValueError:  # cut off at either end
                 continue
             # Lines of evaluations have no loss.
-            if "loss" in record:
-                return dict(record)
+            if isinstance(record, dict) and "loss" in record:
+                return record
         return {"step": 0}
 
     def newest_checkpoint(self) -> Path:

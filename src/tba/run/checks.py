@@ -85,6 +85,13 @@ def check_devices(config: Config) -> None:
                 f"{key}={device} is not there: this machine has {there}"
                 f"{'' if count else ' and no GPU that torch can use'}. Name one of them; `tba doctor` says what torch sees."
             )
+    ranks, cores = config.train.ranks, os.cpu_count() or 1
+    is_here = config.runtime.kind == "local" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_here and ranks > cores and (config.model.device == "cpu" or not torch.cuda.device_count()):
+        raise ConfigError(
+            f"train.ranks={ranks} are as many processes of the trainer on {cores} cores, and no GPU is used: give {cores} at "
+            "most. The rank of a LoRA adapter is model.lora.rank."
+        )
     if config.search.count < len(devices):
         logger.warning(
             "search.devices names %d devices for search.num_searchers=%d: the others stay idle.",

@@ -262,6 +262,8 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
     task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
+        if not folder.config.stat().st_size:  # the defaults would be another task
+            raise ConfigError(f"{folder.config} is empty: copy it again, or evaluate {weights} elsewhere with --task.")
         config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
         start = partial(load_scorer, load_config(folder.config, overrides).model)

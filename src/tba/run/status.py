@@ -153,7 +153,7 @@ def _whole_status(path: Path) -> dict[str, Any]:
         status = json.loads(path.read_text(encoding="utf-8"))
         is_whole = all(isinstance(status[name], kind) for name, kind in needed.items())
         roles = is_whole and all(isinstance(role, dict) and role.keys() >= of_role for role in status["roles"])
-        if roles and math.isfinite(status["time"]):
+        if roles and math.isfinite(status["time"]) and isinstance(status.get("started", 0.0), int | float):
             return dict(status)
         why = "a value is of another type"
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -244,7 +244,8 @@ class PromptReader:
             return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
         for column, reward in self.needed.items():
             # verl keeps its ground truth in a column of several values.
-            if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
+            of_verl = row.value.get("reward_model") if column == "ground_truth" else None
+            if column not in row.value and not (isinstance(of_verl, dict) and column in of_verl):
                 near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1, cutoff=0.8)
                 hint = f" Did the reward mean `{near[0]}`, which every reward gets?" if near else ""
                 raise BadRow(

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # it imports this file
     from tba.tasks.task import BetweenSteps, Evaluator
 
 
+FRAMES_OF_A_CALL = 2
+"""Number of frames of an error that calling a function raises itself: of `user_code`, and of the caller."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -45,6 +47,8 @@ def user_code(kind: Any, part: str = "") -> Iterator[None]:
         file, frames = _file_of(kind), traceback.extract_tb(error.__traceback__)
         # Whose code raised is said by the innermost frame of the two: what other packages do, they do for the one above.
         own = [frame for frame in frames if frame.filename == file or frame.filename.startswith(PACKAGE)]
+        if file is not None and isinstance(error, TypeError) and len(frames) == FRAMES_OF_A_CALL:
+            raise TaskFailed(f"{kind.__name__}{part} in {file} does not fit its call: {describe(error)}") from error
         if file is None or not own or own[-1].filename != file:
             raise
         raise TaskFailed(f"{kind.__name__}{part} failed at {file}:{own[-1].lineno}: {describe(error)}") from error

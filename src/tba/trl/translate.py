@@ -208,6 +208,9 @@ class Steps:
         batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
         if batch is None and accumulated is None:
             return given.get("generation_batch_size")
+        for name, value in (("per_device_train_batch_size", batch), ("gradient_accumulation_steps", accumulated)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} leaves no response to train on: write 1 or more.")
         # 8 and 1 are TRL's defaults, which count as soon as one of the two is given.
         responses = (8 if batch is None else batch) * (1 if accumulated is None else accumulated) * ranks
         if responses % self.samples:

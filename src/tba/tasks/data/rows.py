@@ -32,6 +32,8 @@ LONGEST_LINE = 64 * 2**20
 """Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
 LINES_NAMED = 5
 """Number of line numbers that are shown for each reason."""
+PACKERS = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
+"""What has packed a file, by its first bytes."""
 SCRIPT_FOLDER = ".inputs"
 """Ending of the folder, beside a run folder, with the datasets that a script gave TBATrainer, as SCRIPT_FILES."""
 SCRIPT_FILES = {"train.jsonl": "train_dataset", "eval.jsonl": "eval_dataset", "evaluate.jsonl": "eval_dataset"}
@@ -217,8 +219,9 @@ def refuse_other_formats(path: Path) -> None:
             start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
     except (OSError, EOFError, zlib.error):
         return  # reported when its lines are read
-    if start.startswith(b"\x1f\x8b"):
-        raise ValueError(f"{path} is packed by gzip: name it .jsonl.gz.")
+    if (packer := next((name for magic, name in PACKERS.items() if start.startswith(magic)), None)) is not None:
+        advice = "name it .jsonl.gz" if packer == "gzip" else "unpack it first; only gzip is read as it is (.jsonl.gz)"
+        raise ValueError(f"{path} is packed by {packer}: {advice}.")
     if start.startswith(LFS_POINTER):
         raise ValueError(f"{path} is a pointer of git-lfs to the data: `git lfs pull` in its folder gets them.")
     # What old Macs, or PowerShell's `>`, write shows as broken JSON or UTF-8 in line 1, which is no remedy.
@@ -226,8 +229,10 @@ def refuse_other_formats(path: Path) -> None:
         raise ValueError(
             f"{path} ends its lines with \\r alone, and \\n is needed: tr '\\r' '\\n' < {path} > rows.jsonl"
         )
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not start.startswith(codecs.BOM_UTF32_LE):
         raise ValueError(f"{path} is in UTF-16, and UTF-8 is needed: iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl")
+    if b"\0" in start and start[:4] != b"PAR1":
+        raise ValueError(f"{path} is no text in UTF-8, which has no zero bytes: give JSON Lines, one object on each line.")
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:

@@ -22,6 +22,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +42,7 @@ LARGEST = 3.4e38
 
 
 class WrongNumber(ValueError):
-    """A reward returned no list, or one with more or fewer values than it was given completions."""
+    """A reward returned no list, one with more or fewer values than it was given completions, or a dict without a score."""
 
 
 NamedRewards = Mapping[str, str | Callable[..., Any]]
@@ -231,7 +232,8 @@ class RewardFunction:
             raise result
         if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__iter__"):
             raise WrongNumber(f"returned a {type(result).__name__}: it must return a list, one number per completion")
-        return list(result)
+        # Of a generator, which may have no end, one more than there may be.
+        return list(result) if hasattr(result, "__len__") else list(islice(result, count + 1))
 
     def _extras(self) -> dict[str, Any]:
         """Further arguments that TRL gives to a reward. Values that it logs are in the log of the rewards, with the step."""
@@ -251,6 +253,8 @@ class RewardFunction:
         }
         known = {name: value for name, value in known.items() if name in self._parameters}
         scores = _awaited([self.function(solution_str=text, **known) for text in texts])
+        if without := [score for score in scores if isinstance(score, dict) and "score" not in score]:
+            raise WrongNumber(f"returned a dict with {', '.join(map(str, without[0])) or 'nothing'}: it must have `score`")
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 

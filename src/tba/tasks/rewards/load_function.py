@@ -72,7 +72,8 @@ def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:
     tree = _parse(file, what)
     _refuse_missing_imports(tree, file, what)
     # symtable knows what the top level binds by loops, with, walrus and imports, without running it.
-    symbols = symtable.symtable(ast.unparse(tree), str(file), "exec").get_symbols()
+    source = importlib.util.decode_source(file.read_bytes())
+    symbols = symtable.symtable(source, str(file), "exec").get_symbols()
     bound = {own.get_name(): own.is_namespace() for own in symbols if own.is_assigned() or own.is_imported()}
     imports_all = any(isinstance(own, ast.ImportFrom) and own.names[0].name == "*" for own in ast.walk(tree))
     # A module's __getattr__ or a star import may provide any name, so absence proves nothing.
@@ -203,7 +204,7 @@ def _parse(file: Path, what: str) -> ast.Module:
     except SyntaxError as error:
         place = file if error.lineno is None else f"{file}:{error.lineno}"
         raise ValueError(f"{what}: {place} is not valid Python: {error.msg}. Python files are text in UTF-8.") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
 
 
