@@ -78,6 +78,8 @@ class Request:
     """Number of the rollout among all rollouts of the run; -1 = it is not one of them."""
     samples: int | None = None
     """Number of responses; None = the call's samples_per_prompt."""
+    goes_on: bool = False
+    """Whether another request will go on from its responses: an engine may keep their keys and values for it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -263,6 +263,11 @@ class Response:
     """Its tokens when it was taken out for want of memory; None = it never was, or had only its prefix."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Id of the prompt and index of the sample."""
+        return self.request.prompt.id, self.sample_index
+
+    @property
     def num_prefix_tokens(self) -> int:
         return len(self.request.prefix_ids)
 

@@ -42,6 +42,7 @@ from tba.engine.native.cuda_graphs import (
     InPlaceLoader,
     slots_of_graph,
 )
+from tba.engine.native.kept_turns import KeptTurn
 from tba.engine.native.paged_cache import PAGE, PagedCache, default_cache_bytes
 from tba.engine.native.prefill import (
     READ_AHEAD,
@@ -115,7 +116,7 @@ class NativeEngine(Engine):
         oldest first."""
         self._num_snapshots = 0
         """Number of snapshots taken so far; those under way are the last."""
-        self._finished: list[tuple[list[Response], np.ndarray, AsyncCopy]] = []
+        self._finished: list[tuple[list[Response], list[KeptTurn | None], np.ndarray, AsyncCopy]] = []
         """Responses taken out of their slots, with their numbers of tokens and their rows of the slots' tables, which may
         still be under way."""
         self._sibling: NativeEngine | None = None
@@ -495,10 +496,13 @@ class NativeEngine(Engine):
     def _completions(self) -> Iterator[Completion]:
         """The finished responses that have not been handed out; waits for their tables to arrive."""
         finished, self._finished = self._finished, []
-        for responses, counts, tables in finished:
+        for responses, turns, counts, tables in finished:
             arrays = tables.wait()
-            for row, (response, count) in enumerate(zip(responses, counts)):
+            for row, (response, turn, count) in enumerate(zip(responses, turns, counts)):
                 tokens, behaviour, policy = (array[row, :count] for array in arrays)
+                if turn is not None:
+                    ids = np.concatenate((response.request.prompt.token_ids, tokens[:-1])).astype(np.int64)
+                    self.cache.name(response.key, turn, ids, response.spans[-1][1])
                 yield response.completion(tokens.astype(np.int32), behaviour.copy(), policy.copy(), self.stop_ids)
 
     @torch.inference_mode()
@@ -507,9 +511,19 @@ class NativeEngine(Engine):
             # Fetched before the slots are given away: the device copies the rows before a later `place` writes into them.
             counts = self._slots.num_tokens[slots]
             tables = self.state.fetch(slots, int(counts.max()))
+            turns = [self._kept(slot, int(count)) for slot, count in zip(slots, counts)]
             responses = [self._slots.remove(slot) for slot in slots]
             self.cache.release(slots)
-            self._finished.append((responses, counts, tables))
+            self._finished.append((responses, turns, counts, tables))
+
+    def _kept(self, slot: int, num_tokens: int) -> KeptTurn | None:
+        """The keys and values of a response that another request goes on from, where one version has computed them."""
+        response = self._slots.responses[slot]
+        assert response is not None
+        if not response.request.goes_on or [version for _, version in response.spans] != [self.version]:
+            return None
+        # The last token was chosen, and not fed.
+        return self.cache.keep(response.key, slot, len(response.request.prompt.token_ids) + num_tokens - 1)
 
     def _remove(self, slots: Sequence[int]) -> list[Response]:
         """Responses that are not finished leave their slots."""

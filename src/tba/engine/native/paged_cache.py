@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from tba.engine.decoder.spec import DecoderSpec
+from tba.engine.native.kept_turns import TURNS_PER_SLOT, KeptTurn, KeptTurns, TurnKey
 from tba.models.flash_attention import counted
 from tba.types import on_device
 
@@ -432,6 +433,7 @@ class PagedCache:
         self._copies: list[tuple[int, int]] = []
         """Pages to be copied, from and to."""
         self._groups_changed = False
+        self.turns = KeptTurns[np.ndarray](TURNS_PER_SLOT * num_slots, self._release)
 
     @property
     def num_positions(self) -> int:
@@ -505,6 +507,21 @@ class PagedCache:
         self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         return True
 
+    def keep(self, key: TurnKey, slot: int, num_positions: int) -> KeptTurn[np.ndarray]:
+        """Keep the whole pages of a response that leaves its slot."""
+        pages = self.numbers[slot, : num_positions // self.page_size].copy()
+        self.pool.share(pages)
+        return self.turns.keep(key, pages)
+
+    def name(self, key: TurnKey, turn: KeptTurn[np.ndarray], ids: np.ndarray, version: int) -> None:
+        """The tokens of a turn have come: what goes on from it finds its pages by them."""
+        if self.turns.has(key, turn):
+            turn.ids, turn.stored = ids, self._held(ids[: len(turn.stored) * self.page_size], version, turn.stored)
+
+    def forget(self, turn: KeptTurn[np.ndarray]) -> None:
+        """A turn that was taken needs its pages no longer."""
+        self._release(turn.stored)
+
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those without another user are free."""
         chosen = np.asarray(slots)
@@ -528,7 +545,8 @@ class PagedCache:
         self._groups_changed = True
 
     def clear(self) -> None:
-        """All slots and prompts give their pages back."""
+        """All slots, prompts and turns give their pages back."""
+        self.turns.clear()
         self.pool.release_all()
         self.prefixes.clear()
         self.numbers[:], self.counts[:], self.num_whole[:] = SCRATCH, 0, 0
@@ -563,20 +581,25 @@ class PagedCache:
         """So many tokens of a prompt are in its pages: others that begin alike may share them."""
         prompt.num_computed = num_computed
         # Whole pages only: a response writes into a page that its prompt has not filled.
-        held = self.prefixes.add(prompt.ids[:num_computed], prompt.version, prompt.pages)
-        own = prompt.pages[: len(held)]
+        prompt.pages = self._held(prompt.ids[:num_computed], prompt.version, prompt.pages)
+
+    def _held(self, ids: np.ndarray, version: int, pages: np.ndarray) -> np.ndarray:
+        """Whole pages of these tokens may be found from now on -> the pages, others where those held the same before."""
+        held = self.prefixes.add(ids, version, pages)
+        own = pages[: len(held)]
         is_other = held != own
         if is_other.any():  # computed side by side with one that begins alike: one copy is enough
             self.pool.share(held[is_other])
             self._release(own[is_other])
-            prompt.pages[: len(held)] = held
+        return np.concatenate((held, pages[len(held) :]))
 
     def drop(self, prompt: PagedPrompt) -> None:
         """Release the pages of a prompt, from which no further response starts."""
         self._release(prompt.pages)
 
     def forget_prefixes(self) -> None:
-        """Prompts that are computed from now on share no page with those before."""
+        """Prompts that are computed from now on share no page with those before, and turns are computed again."""
+        self.turns.clear()
         self.prefixes.clear()
 
     def _release(self, pages: np.ndarray) -> None:

@@ -12,7 +12,7 @@ Axes: B prompts, T tokens of the longest part, L positions before it, K key/valu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from torch.nn.attention.bias import causal_lower_right
 from tba.engine.decoder.decoder import Decoder
 from tba.engine.decoder.layers import CausalAttention, as_block, attention
 from tba.engine.decoder.spec import DecoderSpec
-from tba.engine.native.paged_cache import PagedCache, PagedPrompt, PagePool, side_by_side
-from tba.engine.native.slot_cache import SlotCache, SlotPrompt
+from tba.engine.native.kept_turns import KeptTurn
+from tba.engine.native.paged_cache import PagedCache, PagedPrompt, side_by_side
+from tba.engine.native.slot_cache import SlotCache, SlotPrompt, SlotTurn
 from tba.engine.sampling import Response, responses_of
 from tba.models.packed_attention import additive
 from tba.models.packing import length_batches, padded
@@ -146,7 +147,10 @@ class PrefillQueue:
             self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
 
     def give_back(self, num_kept: int) -> bool:
-        """The last prompt that is in the cache, but for the first `num_kept`, leaves it -> whether there was one."""
+        """A turn that is kept, else the last prompt that is in the cache but for the first `num_kept`, leaves it -> whether
+        there was one."""
+        if self.cache.turns.drop_oldest():
+            return True
         for waiting in reversed(list(self.waiting)[num_kept:]):
             if waiting.stored is not None:
                 self.cache.drop(waiting.stored)
@@ -196,6 +200,9 @@ class SlotPrefill:
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
         """Prompts of similar lengths in one batch each, all their tokens but the last."""
         chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
+        going_on = [(prompt, self.cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) for prompt in chosen]
+        self._go_on([(prompt, turn) for prompt, turn in going_on if turn is not None], version)
+        chosen = [prompt for prompt, turn in going_on if turn is None]
         lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
             rows = [chosen[index].sequence[:-1] for index in batch]
@@ -216,6 +223,45 @@ class SlotPrefill:
         keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
         values = attend.values
         return [SlotPrompt(keys=keys, values=values, row=row, version=version) for row in range(len(rows))]
+
+    def _go_on(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
+        """Prompts whose turns before were kept: only what came after those is computed."""
+        lengths = [len(prompt.sequence) - 1 for prompt, _ in found]
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
+            self._go_on_together([found[index] for index in batch], version)
+
+    def _go_on_together(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
+        device, cache = self.decoder.device, self.cache
+        stored = [turn.stored for _, turn in found]
+        starts = [turn.values.shape[3] for turn in stored]
+        rows = [prompt.sequence[start:-1] for (prompt, _), start in zip(found, starts)]
+        columns, width = max([1, *map(len, rows)]), max(starts)
+        plain_keys = [turn.keys.transpose(-1, -2) if cache.positions_last else turn.keys for turn in stored]
+        # Zeros behind the end of a shorter turn: the mask hides them.
+        keys, values = (
+            torch.cat([F.pad(table, (0, 0, 0, width - table.shape[3])) for table in tables], dim=1)
+            for tables in (plain_keys, [turn.values for turn in stored])
+        )
+        places = np.array(starts)[:, None] + np.arange(columns)
+        real = np.arange(columns) < np.array([[len(row)] for row in rows])
+        attend = ContinuedAttention(
+            self.decoder.spec,
+            lambda layer: (keys[layer], values[layer]),
+            starts,
+            columns,
+            dtype=cache.keys.dtype,
+            device=device,
+        )
+        ids = padded(rows, columns=columns, device=device)
+        # Padding may lie beyond the tables of positions; no real token sees it.
+        positions = on_device(torch.from_numpy(np.where(real, places, 0)), device)
+        self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
+        for index, ((prompt, _), start, row) in enumerate(zip(found, starts, rows)):
+            own = [table[:, index : index + 1, :, : len(row)] for table in (attend.keys, attend.values)]
+            before = [table[:, index : index + 1, :, :start] for table in (keys, values)]
+            whole_keys, whole_values = (torch.cat(both, dim=3) for both in zip(before, own))
+            whole_keys = cache.arrange(whole_keys) if cache.positions_last else whole_keys
+            prompt.stored = SlotPrompt(keys=whole_keys, values=whole_values, row=0, version=version)
 
 
 class Part(NamedTuple):
@@ -329,10 +375,19 @@ class PagedPrefill:
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
             prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
             # Earlier prompts come first: those behind lose their pages, the last one first.
-            while prompt.stored is None and later:
-                self._drop(later.pop())
+            while prompt.stored is None and (cache.turns.drop_oldest() or self._drop_last(later)):
                 prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
+            # Its pages are the prompt's now, as far as they could be found.
+            if (turn := cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) is not None:
+                cache.forget(turn)
         return prompt.stored
+
+    def _drop_last(self, prompts: list[WaitingPrompt]) -> bool:
+        """The last of some prompts leaves the cache -> whether there was one."""
+        if not prompts:
+            return False
+        self._drop(prompts.pop())
+        return True
 
     def _drop(self, prompt: WaitingPrompt) -> None:
         """A prompt leaves the cache, to be computed again later."""
@@ -364,10 +419,7 @@ class PagedPrefill:
         # Padding may lie beyond the tables of positions; no real token sees it.
         positions = on_device(torch.from_numpy(np.where(real, places, 0)), device)
         if starts.any():
-            before = [part.prompt.pages[: part.start // cache.page_size] for part in parts]
-            attend: CausalAttention = ContinuedAttention(
-                self.decoder.spec, cache.pool, before, columns, dtype=cache.dtype
-            )
+            attend: CausalAttention = self._continued(parts, columns)
         else:
             attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=cache.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
@@ -381,35 +433,52 @@ class PagedPrefill:
             # After the pass was launched: who finds these pages reads them later in the same stream.
             cache.note_computed(part.prompt, part.end)
 
-
-class ContinuedAttention(CausalAttention):
-    """Right-padded parts of prompts, each seeing the pages of what came before it, then itself.
-
-    Every part begins with a page, so what came before it fills whole pages.
-    """
-
-    def __init__(
-        self, spec: DecoderSpec, pool: PagePool, before: list[np.ndarray], num_columns: int, *, dtype: torch.dtype
-    ) -> None:
-        """`before` are the page numbers of what came before each part."""
-        super().__init__(spec, len(before), num_columns, keep=True, dtype=dtype)
-        self.pool = pool
-        counts = [len(pages) for pages in before]
-        table = np.zeros((len(before), max(counts)), dtype=np.int64)
+    def _continued(self, parts: Sequence[Part], columns: int) -> ContinuedAttention:
+        """Attention of parts that see the pages of what came before them. Every part begins with a page, so what came before
+        it fills whole pages."""
+        pool = self.cache.pool
+        before = [part.prompt.pages[: part.start // pool.page_size] for part in parts]
+        table = np.zeros((len(before), max(map(len, before))), dtype=np.int64)
         for row, pages in enumerate(before):
             # Rows with fewer pages are filled up with page 0, scratch, which the mask hides.
             table[row, : len(pages)] = pages
-        self.before_shape = table.shape
-        self.is_full = min(counts) == max(counts)
+        located = pool.locate(table.reshape(-1))
+
+        def earlier(layer: int) -> tuple[Tensor, Tensor]:
+            # Gathered layer by layer: all layers at once would be a copy of the whole prompt.
+            keys, values = side_by_side(pool.read(located, layer), table.shape)
+            return keys, values
+
+        starts = [len(pages) * pool.page_size for pages in before]
+        return ContinuedAttention(
+            self.decoder.spec, earlier, starts, columns, dtype=self.cache.dtype, device=pool.device
+        )
+
+
+class ContinuedAttention(CausalAttention):
+    """Right-padded parts of sequences, each seeing what came before it, then itself."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        earlier: Callable[[int], tuple[Tensor, Tensor]],
+        starts: Sequence[int],
+        num_columns: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`earlier` gives the keys and values [B, K, L, D] of a layer, of which part b sees the first `starts[b]`."""
+        super().__init__(spec, len(starts), num_columns, keep=True, dtype=dtype)
+        self.earlier, self.width = earlier, max(starts)
+        self.is_full = min(starts) == max(starts)
         """Whether every part sees all that is read: then the mask is that of the last queries of one causal sequence."""
-        self.located = pool.locate(table.reshape(-1))
-        self.num_before = torch.tensor(counts, device=pool.device)[:, None] * pool.page_size
+        self.num_before = torch.tensor(starts, device=device)[:, None]
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         spec, window = self.spec, self.spec.windows[layer]
         query = as_block(query_NHD, self.shape, self.dtype)
-        # Gathered layer by layer: all layers at once would be a copy of the whole prompt.
-        earlier = side_by_side(self.pool.read(self.located, layer), self.before_shape)
+        earlier = self.earlier(layer)
         key, value = (torch.cat((old, own[layer]), dim=2) for old, own in zip(earlier, (self.keys, self.values)))
         in_sight = window is None or window >= key.shape[2]
         if query.is_cuda and self.is_full and in_sight and sinks_H is None and spec.attention_cap is None:
@@ -426,10 +495,9 @@ class ContinuedAttention(CausalAttention):
         """Mask [B, 1, T, L + T]."""
         key = -1 if window is None else window
         if key not in self.masks:
-            num_before, columns = self.before_shape[1] * self.pool.page_size, self.shape[1]
-            own, earlier = torch.arange(columns, device=device), torch.arange(num_before, device=device)
+            own, earlier = torch.arange(self.shape[1], device=device), torch.arange(self.width, device=device)
             start = self.num_before
-            # Keys are the earlier pages, then the part itself, which begins where its own pages end.
+            # Keys are the earlier ones, then the part itself, which begins where its own earlier ones end.
             position_BL = torch.cat((earlier.expand(len(start), -1), start + own), dim=1)
             real_BL = torch.cat((earlier < start, (own >= 0).expand(len(start), -1)), dim=1)
             behind = (start + own)[:, :, None] - position_BL[:, None]

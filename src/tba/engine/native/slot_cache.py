@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tba.engine.decoder.layers import attention_with_sinks
 from tba.engine.decoder.spec import DecoderSpec
+from tba.engine.native.kept_turns import TURNS_PER_SLOT, KeptTurn, KeptTurns, TurnKey
 from tba.models.packed_attention import softcapped_attention
 from tba.types import on_device
 
@@ -47,6 +48,14 @@ class SlotPrompt:
     ready: bool = True
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotTurn:
+    """Keys and values of one slot, as in the cache, of a response that another request goes on from."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class SlotCache:
     """Keys and values of all slots and layers. On a CPU keys lie with positions last: query x key reads them in order;
     on CUDA they lie like values.
@@ -63,6 +72,7 @@ class SlotCache:
         self.keys = self.arrange(self.values)
         self._starts: list[tuple[int, SlotPrompt]] = []
         """Slots whose prompt is not copied yet."""
+        self.turns = KeptTurns[SlotTurn](TURNS_PER_SLOT * num_slots)
         self._longest = 0
         """Number of positions that the longest response so far may need."""
 
@@ -97,6 +107,17 @@ class SlotCache:
     def hold(self, running: np.ndarray, positions: np.ndarray) -> bool:
         return True  # a slot has room for its longest response from the start
 
+    @torch.inference_mode()
+    def keep(self, key: TurnKey, slot: int, num_positions: int) -> KeptTurn[SlotTurn]:
+        """Keep the keys and values of a response that leaves its slot."""
+        own = torch.tensor([slot], device=self.values.device)
+        keys, values = self.keys[self._keys_upto(own, num_positions)], self.values[:, own, :, :num_positions]
+        return self.turns.keep(key, SlotTurn(keys=keys, values=values))
+
+    def name(self, key: TurnKey, turn: KeptTurn[SlotTurn], ids: np.ndarray, version: int) -> None:
+        """The tokens of a turn have come."""
+        turn.ids = ids
+
     def release(self, slots: Sequence[int]) -> None:
         """Old keys and values in a slot are never read."""
 
@@ -104,10 +125,12 @@ class SlotCache:
         """A batch goes with its last prompt."""
 
     def forget_prefixes(self) -> None:
-        """Prompts never share anything."""
+        """Prompts never share anything, and turns of older weights are computed again."""
+        self.turns.clear()
 
     def clear(self) -> None:
         self._starts.clear()
+        self.turns.clear()
 
     @torch.inference_mode()
     def wipe(self) -> None:

@@ -335,7 +335,7 @@ class Turns:
         for sample in starting[:1] if whole else starting:
             # Together where all start: their prompt is computed once.
             count = len(starting) if whole else 1
-            self._ready.append(replace(request, prompt=prompt, first_sample=sample, samples=count))
+            self._ready.append(replace(request, prompt=prompt, first_sample=sample, samples=count, goes_on=True))
 
     def _prompt(self, prompt: Prompt, told: str | None) -> Prompt:
         """The prompt with the tools, and with what the environment told at its reset."""
@@ -396,7 +396,12 @@ class Turns:
     def _request_of(self, running: Running) -> Request:
         request = running.request
         return replace(
-            request, prompt=running.prompt, first_sample=running.sample_index, samples=1, prefix_ids=running.token_ids
+            request,
+            prompt=running.prompt,
+            first_sample=running.sample_index,
+            samples=1,
+            prefix_ids=running.token_ids,
+            goes_on=True,
         )
 
     def _close(

@@ -1,0 +1,74 @@
+"""Keys and values of responses that are complete for now: the turns of an episode, while its environment answers.
+
+The request that goes on from a turn takes them, and only the answer is prefilled. They are a loan: they go when new weights
+come, when memory is short, and with the oldest when there are many. What was lost is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+TURNS_PER_SLOT = 2
+"""Most turns that are kept, for each slot: as many episodes are open."""
+TurnKey = tuple[str, int]
+"""Id of the prompt and index of the sample."""
+
+
+@dataclass(eq=False)
+class KeptTurn(Generic[T]):
+    """A turn: what the cache holds of it, and its tokens."""
+
+    stored: T
+    ids: np.ndarray | None = None
+    """Prompt and response but for the last token, which is fed with the next turn; None = they are still on the device."""
+
+
+class KeptTurns(Generic[T]):
+    """The turns of one cache, the oldest first."""
+
+    def __init__(self, most: int, release: Callable[[T], None] = lambda stored: None) -> None:
+        self._most, self._release = most, release
+        self._turns: OrderedDict[TurnKey, KeptTurn[T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def keep(self, key: TurnKey, stored: T) -> KeptTurn[T]:
+        """Keep what the cache holds of a response."""
+        self._drop(key)
+        while len(self._turns) >= self._most:
+            self.drop_oldest()
+        turn = self._turns[key] = KeptTurn(stored)
+        return turn
+
+    def has(self, key: TurnKey, turn: KeptTurn[T]) -> bool:
+        """Whether this turn is still kept."""
+        return self._turns.get(key) is turn
+
+    def take(self, key: TurnKey, ids: np.ndarray) -> KeptTurn[T] | None:
+        """The turn that these tokens go on from, which is kept no longer; None where there is none."""
+        turn = self._turns.get(key)
+        if turn is None or turn.ids is None or not np.array_equal(turn.ids, ids[: len(turn.ids)]):
+            return None
+        return self._turns.pop(key)
+
+    def drop_oldest(self) -> bool:
+        """-> whether there was one."""
+        if not self._turns:
+            return False
+        self._release(self._turns.popitem(last=False)[1].stored)
+        return True
+
+    def clear(self) -> None:
+        while self.drop_oldest():
+            pass
+
+    def _drop(self, key: TurnKey) -> None:
+        if key in self._turns:
+            self._release(self._turns.pop(key).stored)
