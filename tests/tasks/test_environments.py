@@ -150,3 +150,13 @@ def test_episodes_that_are_given_up_are_forgotten(environments):
     assert own.waiting == 0
     own.ask(("q", 0), "start", "it", COLUMNS, 0)
     assert list(answers_of(own, 1)) == [("q", 0)]
+
+
+def test_an_answer_to_an_episode_that_was_given_up_is_not_taken_for_another(environments):
+    own = environments(games.Echo)
+    own.ask(("p", 0), "start", "it", {}, 1)
+    while not own._process.link._inbox.qsize():  # the answer is there, and nobody takes it
+        pass
+    own.give_up()
+    own.ask(("p", 0), "start", "it", {}, 2)
+    assert answers_of(own, 1)["p", 0].value == " Seed 2."

@@ -31,6 +31,8 @@ from tba.tasks.rewards.worker import PR_SET_PDEATHSIG
 
 EpisodeKey = tuple[str, int]
 """Id of the prompt and index of the sample."""
+JobKey = tuple[int, EpisodeKey]
+"""An episode, among all that had its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Child:
 
     pid: int
     connection: Connection
-    episode: EpisodeKey
+    episode: JobKey
     deadline: float | None = None
     """When its answer is due; None = it has nothing to do."""
     ends: bool = False
@@ -98,7 +100,7 @@ class EnvironmentHost:
             tools={name: (*kind.tools.values(), *own_tools) for name, kind in self._kinds.items()},
             steps=frozenset(name for name, kind in self._kinds.items() if kind.steps),
         )
-        self._busy: dict[EpisodeKey, Child] = {}
+        self._busy: dict[JobKey, Child] = {}
         """Children by the episode that they run, between its jobs too."""
         self._idle: list[Child] = []
 
@@ -126,7 +128,7 @@ class EnvironmentHost:
                 else:
                     connection.send((episode, Answer(error="the environment was lost with its process")))
 
-    def _begin(self, episode: EpisodeKey, job: tuple[Any, ...]) -> None:
+    def _begin(self, episode: JobKey, job: tuple[Any, ...]) -> None:
         """Give a job to the episode's child."""
         child = self._busy.get(episode) or self._take(episode)
         child.ends = job[0] == "finish"
@@ -163,7 +165,7 @@ class EnvironmentHost:
         os.waitpid(child.pid, 0)
         child.connection.close()
 
-    def _take(self, episode: EpisodeKey) -> Child:
+    def _take(self, episode: JobKey) -> Child:
         """An idle child, or a new one."""
         child = self._idle.pop() if self._idle else self._fork()
         child.episode = episode
@@ -177,7 +179,7 @@ class EnvironmentHost:
         pid = os.fork()
         if pid:
             theirs.close()
-            return Child(pid=pid, connection=ours, episode=("", 0))
+            return Child(pid=pid, connection=ours, episode=(0, ("", 0)))
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         ours.close()

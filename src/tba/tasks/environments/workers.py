@@ -35,6 +35,8 @@ class Environments:
         self._asked: dict[EpisodeKey, float] = {}
         """Episodes that wait for an answer, by the time when they asked."""
         self._lost: list[tuple[EpisodeKey, Answer]] = []
+        self._round = 0
+        """Number of times that all episodes were given up."""
         self._ready: HostReady | None = None
         self._deaths = 0
 
@@ -53,7 +55,7 @@ class Environments:
     def ask(self, episode: EpisodeKey, *job: Any) -> None:
         """Give an episode's environment a job; `start` comes first."""
         self._asked[episode] = time.monotonic()
-        self._started().link.send((episode, job))
+        self._started().link.send(((self._round, episode), job))
 
     def answers(self, wait_seconds: float = 0.0) -> list[tuple[EpisodeKey, Answer]]:
         """Answers that have come; waits for the first, but not longer than the time."""
@@ -64,9 +66,9 @@ class Environments:
         while message is not None:
             if isinstance(message, Failed):
                 return found + self._lose(message.error)
-            episode, answer = message
-            # Answers to episodes that were given up are nobody's.
-            if self._asked.pop(episode, None) is not None:
+            (asked_in, episode), answer = message
+            # An answer to an episode that was given up is nobody's, also where another of the same name runs now.
+            if asked_in == self._round and self._asked.pop(episode, None) is not None:
                 found.append((episode, answer))
             self._deaths = 0
             message = self._process.link.receive(0.0)
@@ -79,6 +81,7 @@ class Environments:
 
     def give_up(self) -> None:
         """Forget all episodes that run."""
+        self._round += 1
         self._asked.clear()
         self._lost.clear()
         if self._process is not None:
