@@ -43,7 +43,7 @@ METRIC = f"reward@{SAMPLES}"
 class Start:
     """A start model: Start(steps=400, slips=0.15, options={"max_terms": 2})"""
 
-    steps: int = 600
+    steps: int = 400
     slips: float = 0.15
     """Chance of each character of a demonstrated answer to be another one."""
     options: Mapping[str, Any] = field(default_factory=dict)
