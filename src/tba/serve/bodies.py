@@ -163,7 +163,7 @@ class CompletionBody(OpenAIFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
 
 
