@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -162,8 +162,9 @@ class CompletionBody(OpenAIFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]
 
 
 class EngineSampling(SamplingFields):
