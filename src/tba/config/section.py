@@ -45,8 +45,8 @@ class Section(BaseModel):
         """No path or file can hold these two, and YAML makes them of a backslash in double quotes."""
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             raise ValueError(
-                f"{value!r} has a character that no file can hold (in double quotes YAML reads \\ as the start of one): write "
-                "it in single quotes, or leave it out."
+                f"{value!r} has a character that no file can hold (in double quotes YAML reads \\ as the start of one): "
+                "write it in single quotes, or leave it out."
             )
         return value
 
@@ -77,7 +77,9 @@ def full_path(path: str) -> str:
     """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
     names, and what is not there, stay as they were written."""
     if not path:  # it would be the working directory
-        raise ValueError("the path is empty (a variable that is not set?): name a file or folder, or leave the setting out.")
+        raise ValueError(
+            "the path is empty (a variable that is not set?): name a file or folder, or leave the setting out."
+        )
     found = Path(path).expanduser()
     return str(found.absolute()) if found.exists() else path
 

@@ -197,7 +197,7 @@ def _opened(file: Path) -> Any:
 
 
 def _check_plain(folder: Path) -> None:
-    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be the
+    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So are the
     imaginary parts of complex ones."""
     for file in sorted(folder.glob("*.safetensors")):
         with _opened(file) as tensors:

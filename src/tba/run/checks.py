@@ -87,8 +87,8 @@ def check_devices(config: Config) -> None:
     is_here = config.runtime.kind == "local" and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_here and ranks > cores and (config.model.device == "cpu" or not torch.cuda.device_count()):
         raise ConfigError(
-            f"train.ranks={ranks} are as many processes of the trainer on {cores} cores, and no GPU is used: give {cores} at "
-            "most. The rank of a LoRA adapter is model.lora.rank."
+            f"train.ranks={ranks} are as many processes of the trainer on {cores} cores, and no GPU is used: give {cores} "
+            "at most. The rank of a LoRA adapter is model.lora.rank."
         )
     if config.search.count < len(devices):
         logger.warning(

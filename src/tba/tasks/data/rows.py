@@ -232,7 +232,9 @@ def refuse_other_formats(path: Path) -> None:
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not start.startswith(codecs.BOM_UTF32_LE):
         raise ValueError(f"{path} is in UTF-16, and UTF-8 is needed: iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl")
     if b"\0" in start and start[:4] != b"PAR1":
-        raise ValueError(f"{path} is no text in UTF-8, which has no zero bytes: give JSON Lines, one object on each line.")
+        raise ValueError(
+            f"{path} is no text in UTF-8, which has no zero bytes: give JSON Lines, one object on each line."
+        )
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:

@@ -215,7 +215,9 @@ class RewardFunction:
         known = {name: value for name, value in known.items() if name in self._parameters}
         scores = [_awaited(self.function(solution_str=text, **known)) for text in texts]
         if without := [score for score in scores if isinstance(score, dict) and "score" not in score]:
-            raise WrongNumber(f"returned a dict with {', '.join(map(str, without[0])) or 'nothing'}: it must have `score`")
+            raise WrongNumber(
+                f"returned a dict with {', '.join(map(str, without[0])) or 'nothing'}: it must have `score`"
+            )
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
