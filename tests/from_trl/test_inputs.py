@@ -180,7 +180,7 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"bf16": "maybe"}, "bf16='maybe' is a text: give True or False"),
         ({"generation_kwargs": "top_p=0.9"}, "generation_kwargs='top_p=0.9' is no mapping: give a dict"),
         ({"model_init_kwargs": ["bf16"]}, r"model_init_kwargs=\['bf16'\] is no mapping"),
-        ({"gradient_accumulation_steps": 0}, "Input should be greater than or equal to 2, got 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 leaves no response to train on"),
         ({"learning_rate": 1e-5, "warmup_ratio": 2}, "warmup_ratio=2 is no share of the run"),
         ({"save_steps": -3}, "save_steps=-3 is no number of steps"),
         ({"logging_steps": 0}, "logging_steps=0 is no number of steps"),

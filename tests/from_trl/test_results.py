@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -9,6 +10,7 @@ from script_rewards import flat
 from trainers import ROWS, make_trainer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
+from tba.config import ConfigError
 from tba.observe.run_folder import foreign
 
 pytestmark = pytest.mark.slow
@@ -89,6 +91,9 @@ def test_checkpoints_have_trls_names_and_a_second_training_keeps_the_first(folde
         FileNotFoundError, match=r"checkpoint-9 is no whole checkpoint.*it has checkpoint-1, checkpoint-2"
     ):
         again.train(resume_from_checkpoint=str(run / "checkpoint-9"))
+    shutil.rmtree(run)
+    with pytest.raises(ConfigError, match="the trained weights are gone"):  # the start model has others
+        again.evaluate()
 
 
 def test_a_folder_of_trls_own_run_is_trained_in_and_nothing_of_it_is_lost(folder, tmp_path, caplog):

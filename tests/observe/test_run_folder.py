@@ -125,6 +125,12 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     assert (tmp_path / "runs" / "b" / "config.yaml").is_file()
 
 
+def test_the_last_step_is_found_among_lines_that_are_no_records(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 3, "loss": 1.0}\n5\n["loss"]\n{"st')
+    assert folder.last_step()["step"] == 3
+
+
 def test_an_earlier_run_is_replaced_as_a_whole(tmp_path):
     first = RunFolder.create(tmp_path / "run", overwrite=False)
     first.config.write_text("seed: 0")

@@ -26,6 +26,7 @@ CHAT = '{"prompt": [{"role": "alien", "content": "w5"}], "want": "w7"}\n'
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+VIT = '{"model_type": "vit", "architectures": ["ViTModel"]}'
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
 STATUS = (
     f'{{"host": "{socket.gethostname()}", "pid": 4194302, "pid_started": null, "step": 1, "time": %s, "roles": [%s]}}'
@@ -63,6 +64,17 @@ CONFIGS = {
         ["train.learning_rate={kind: wsd, start: 1e-3, steps: 5, decay_steps: 50}"],
         "train.learning_rate: decay_steps=50 and warmup_steps=0 exceed steps=5",
     ),
+    "threads without number": (
+        ["runtime.threads=1000000"],
+        "runtime.threads: Input should be less than or equal to 1024, got 1000000",
+    ),
+    "an adapter wider than any model": (
+        ["model.lora={rank: 100000000}"],
+        "model.lora.rank: Input should be less than or equal to 16384",
+    ),
+    "a path with a zero byte": (['output="a\\0b"'], "output: 'a\\x00b' has a character that no file can hold"),
+    "a name with half a character": (['name="\\ud83d"'], "name: '\\ud83d' has a character that no file can hold"),
+    "a model from a variable that is not set": (["model.path=''"], "model.path: the path is empty"),
     "an unknown key": (["train.max_step=1"], "did you mean train.max_steps?"),
     "an unknown section": (["trian.max_steps=1"], "unknown key trian"),
     "a word for a number": (["train.max_steps=many"], "train.max_steps: Input should be a valid integer"),
@@ -185,11 +197,59 @@ FILES = {
     "weights that are integers": (
         own(model="@/whole"),
         {},
-        "and 8 more of model.safetensors are integers, and config.json has no quantization_config",
+        "and 8 more of model.safetensors are I8 and none of F64, F32, F16, BF16, and config.json has no quantization_config",
     ),
     "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
     "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
     "a YAML key that is a list": (["k.yaml"], {"k.yaml": "? [1, 2]\n: 3\n"}, "found unhashable key"),
+    "a section that is a text": (
+        ["s.yaml"],
+        {"s.yaml": "train: fast\n"},
+        "train: a section is needed, got 'fast': write train.SETTING=VALUE, or train: {SETTING: VALUE} in a file",
+    ),
+    "a key of another version": (
+        ["s.yaml"],
+        {"s.yaml": "train: {frobnicate: 1}\n"},
+        "It stands in s.yaml: correct it there, or use the version of tba that wrote it.",
+    ),
+    "more ranks than cores": (
+        [*PROBLEM, "mode=async", "model.device=cpu", "train.ranks=1000"],
+        {},
+        "train.ranks=1000 are as many processes of the trainer on",
+    ),
+    "data in a zip": (*data("PK\3\4 and more\n"), "d.jsonl is packed by zip: unpack it first"),
+    "data packed by bzip2": (*data("BZh91AY&SY\n"), "d.jsonl is packed by bzip2: unpack it first"),
+    "data in UTF-16 without its mark": (*data('{\0"\0p\0'), "d.jsonl is no text in UTF-8, which has no zero bytes"),
+    "data of verl without a ground truth": (
+        own(data="d.jsonl", reward="r.py:f"),
+        {
+            "d.jsonl": '{"prompt": "w5", "reward_model": {"style": "rule"}}\n',
+            "r.py": "def f(data_source, solution_str, ground_truth): return 1.0\n",
+        },
+        "d.jsonl line 1 has no `ground_truth` column",
+    ),
+    "stop tokens as words": (own(model="./worded_end"), {}, "the model's eos_token_id has '</s>': write the number of"),
+    "a model of images": (own(model="./vit"), {"vit/config.json": VIT}, "is no language model (ViTModel)"),
+    "an adapter without its weights": (
+        own(model="./adapter"),
+        {},
+        "the adapter has no weights (adapter_model.safetensors",
+    ),
+    "weights that are complex": (own(model="@/complex"), {}, "are C64 and none of F64, F32, F16, BF16"),
+    "a run in the place of a model": (
+        own(model="./run"),
+        {"run/checkpoints/step-2/config.json": "{}"},
+        "run/checkpoints/step-2 has one. Give a folder with config.json",
+    ),
+    "a reward file with an endless sum": (
+        *rewards(f"x = {' + '.join(['1'] * 5000)}\n{GOOD}"),
+        "r.py cannot be read: RecursionError",
+    ),
+    "a task that takes no inputs": (
+        ["task.name=t.py:T"],
+        {"t.py": "class T:\n    pass\n"},
+        "t.py does not fit its call: TypeError: T() takes no arguments",
+    ),
     "data from a pipe": (own(data="pipe"), {}, "pipe is a pipe or device, and it is read more than once"),
     "data that were packed": (
         own(data="packed.jsonl"),
@@ -392,6 +452,19 @@ RUNS = {
         *rewards("def f(completions): return set(map(float, range(len(completions))))\n"),
         "returned a set: it must return a list",
     ),
+    "a pattern of layers that is none": (
+        [*PROBLEM, "model.lora={targets: '(('}"],
+        {},
+        "model.lora.targets='((' does not fit LlamaForCausalLM: missing ), unterminated",
+    ),
+    "a reward whose values have no end": (
+        *rewards("from itertools import repeat\ndef f(**_): return repeat(1.0)\n"),
+        "returned 5 values for 4 completions",
+    ),
+    "a reward of verl without a score": (
+        *rewards("def f(data_source, solution_str, ground_truth=None): return {'acc': 1}\n"),
+        "returned a dict with acc: it must have `score`",
+    ),
     "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
 }
 COMMANDS = {
@@ -422,6 +495,11 @@ COMMANDS = {
         ["evaluate", "r"],
         {"r/config.yaml": "train: {max_steps: x}\n", "r/checkpoints/step-3/manifest.json": ""},
         "train.max_steps",
+    ),
+    "a run whose config is empty": (
+        ["evaluate", "r"],
+        {"r/config.yaml": "", "r/checkpoints/step-3/manifest.json": ""},
+        "r/config.yaml is empty: copy it again",
     ),
     "a model to evaluate that is not there": (["evaluate", "./nowhere"], {}, "there is no such folder"),
     "a run to evaluate that is not there": (
@@ -461,6 +539,11 @@ COMMANDS = {
         ["status", "r"],
         {"r/status.json": STATUS % ("5.0", '"trainer"')},
         "r/status.json is damaged",
+    ),
+    "a status that began at a word": (
+        ["status", "r"],
+        {"r/status.json": STATUS.replace("{", '{"started": "then", ', 1) % ("5.0", "")},
+        "r/status.json is damaged (a value is of another type)",
     ),
     "a run to stop that never was": (
         ["stop", "r"],
@@ -526,7 +609,8 @@ def damaged_models(folder):
     lacking = {name: tensor for name, tensor in weights.items() if "input_layernorm" not in name}
     broken = {**weights, "model.norm.weight": weights["model.norm.weight"] / 0}
     whole = {name: tensor.char() for name, tensor in weights.items()}
-    for name, tensors in (("lacking", lacking), ("broken", broken), ("whole", whole)):
+    imaginary = {name: tensor + 0j for name, tensor in weights.items()}
+    for name, tensors in (("lacking", lacking), ("broken", broken), ("whole", whole), ("complex", imaginary)):
         damaged(folder, folder / name, {"model.safetensors": lambda _, own=tensors: save(own, {"format": "pt"})})
     damaged(folder, folder / "vocabulary", {"config.json": changed(vocab_size=47)})
     damaged(folder, folder / "headless", {"config.json": changed(tie_word_embeddings=False)})
@@ -544,7 +628,7 @@ def prepare(folder, here) -> None:
     (here / "packed.jsonl").write_bytes(gzip.compress(ROW.encode()))
     (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16"))
     (here / "adapter").mkdir()
-    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "m"}))
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{folder}/model"}))
     (here / "runs" / "there").mkdir(parents=True)
     (here / "runs" / "there" / "notes.txt").write_text("mine")
     (here / "runs" / "used").mkdir()
@@ -577,6 +661,7 @@ def prepare(folder, here) -> None:
     damaged(folder, here / "headless_attention", {"config.json": changed(num_attention_heads=0)})
     damaged(folder, here / "three_heads", {"config.json": changed(num_attention_heads=3)})
     damaged(folder, here / "worded", {"config.json": changed(vocab_size="40")})
+    damaged(folder, here / "worded_end", {"generation_config.json": changed(eos_token_id="</s>")})
     damaged(folder, here / "ungenerated", {"generation_config.json": lambda content: b"{"})
     damaged(folder, here / "pickled", {"model.safetensors": None})
     (here / "pickled" / "pytorch_model.bin").write_bytes(b"garbage")

@@ -443,6 +443,7 @@ def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_impor
     for name in ("inner", "local", "graded", "make"):
         with pytest.raises(ValueError, match=f"has no function '{name}'; it has"):
             check_reward_function(f"{file}:{name}")
+    check_reward_function(f"{write('long.py', 'total = ' + ' + '.join(['1'] * 2000))}:total")
     check_reward_function(f"{write('star.py', 'from textwrap import *')}:anything")
 
 

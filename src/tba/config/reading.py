@@ -226,8 +226,9 @@ def _scientific(text: str) -> str | float:
 
 
 def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
-    if _section_at(key[:1]) is not None and not isinstance(data.get(key[0]), dict):
-        raise ConfigError(_section_needed(key[:1], data.get(key[0])))  # of a file: it would be lost
+    first, is_known = data.get(key[0]), key[0] in Config.model_fields
+    if is_known and len(key) > 1 and _section_at(key[:1]) is not None and not isinstance(first, dict):
+        raise ConfigError(_section_needed(key[:1], first))  # a file has it, and it would be lost
     for name in key[:-1]:
         inner = data.get(name)
         if isinstance(inner, (int, float)) and not isinstance(inner, bool):

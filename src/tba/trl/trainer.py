@@ -363,6 +363,10 @@ class TBATrainer:
         if not self._has_trained:
             return None
         folder = RunFolder(self.run_folder)
+        if not folder.checkpoints.is_dir():
+            raise ConfigError(
+                f"the trained weights are gone: {folder.checkpoints} is not there any more. Call train() again."
+            )
         newest = folder.checkpoints_by_step()
         best = folder.checkpoints_by_step("best-step-")
         if self.args.load_best_model_at_end and best:
