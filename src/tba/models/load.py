@@ -197,13 +197,8 @@ def _opened(file: Path) -> Any:
 
 
 def _check_plain(folder: Path) -> None:
-<<<<<<< HEAD
     """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be
     the imaginary parts of complex ones."""
-=======
-    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So are the
-    imaginary parts of complex ones."""
->>>>>>> fa
     for file in sorted(folder.glob("*.safetensors")):
         with _opened(file) as tensors:
             weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
