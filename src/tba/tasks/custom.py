@@ -78,7 +78,13 @@ class CustomTask:
             }
             self.split_message = f"trains on {count} numbered resets of the environment, and is evaluated on others."
             return
-        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
+        reader = PromptReader(
+            inputs.tokenizer,
+            inputs.max_prompt_tokens,
+            config.chat_template_kwargs,
+            needed,
+            environments=bool(config.environment.classes),
+        )
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
         """How the data is split, for the user."""
@@ -148,7 +154,8 @@ def num_train_prompts(config: TaskConfig) -> int:
     if config.data is None:
         return config.num_train_prompts
     try:
-        return len(read_sides(config, PromptReader(), trains=False, tells=False)[0])
+        reader = PromptReader(environments=bool(config.environment.classes))
+        return len(read_sides(config, reader, trains=False, tells=False)[0])
     except (OSError, ValueError):
         return 0
 
@@ -198,7 +205,7 @@ def read_prompts(
             raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
         ids.add(key)
         # By the prompt's own hash: a row stays on its side whatever is added to the file.
-        sides[share_of(prompt.text) < held_out_fraction].add(prompt, row)
+        sides[share_of(_asked(prompt)) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
     if tells:
@@ -220,10 +227,21 @@ class NumberedPrompts(LazyPrompts):
         return self.size
 
     def at(self, place: int) -> Prompt:
-        # The tokens come with the environment's words; a prompt without any would be refused before.
-        return Prompt(
-            id=f"{self.name}-{place}", token_ids=np.zeros(1, np.int32), text=[{"role": "user", "content": ""}]
-        )
+        return silent_prompt(f"{self.name}-{place}", {})
+
+
+SILENT = [{"role": "user", "content": ""}]
+"""Messages of a prompt that leaves all words to the environment's reset."""
+
+
+def silent_prompt(id: str, columns: Mapping[str, Any]) -> Prompt:
+    # The tokens come with the environment's words; a prompt without any would be refused before.
+    return Prompt(id=id, token_ids=np.zeros(1, np.int32), text=[*map(dict, SILENT)], columns=columns)
+
+
+def _asked(prompt: Prompt) -> str | list[dict[str, str]]:
+    """What makes a prompt another than the others: its text; of a silent one its id, by which its environment is seeded."""
+    return prompt.id if prompt.text == SILENT else prompt.text
 
 
 @dataclass(frozen=True)
@@ -237,8 +255,12 @@ class PromptReader:
     """Arguments of the chat template besides the messages."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Columns that every row must have, each with the name of the reward that needs it."""
+    environments: bool = False
+    """Whether a row may do without a prompt: an environment's reset says what there is to do."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
+        if self.environments and isinstance(row.value, dict) and "prompt" not in row.value:
+            return silent_prompt(_id(row, path), row.value)
         text = _prompt_text(row)
         if self.tokenizer is None:
             return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
@@ -283,7 +305,7 @@ class FilePrompts(LazyPrompts):
     def add(self, prompt: Prompt, row: DataRow) -> None:
         """Add a row of the file, of which `read` has made this prompt."""
         # Keys, offsets, lines and kept prompts are parallel: place i is the same prompt in all.
-        self.keys.append(question_key(prompt.text))
+        self.keys.append(question_key(_asked(prompt)))
         if self._kept is not None:
             self._kept.append(prompt)
             return

@@ -292,6 +292,8 @@ class Turns:
             return False
         kind, prompt = self._engine.kind_of(request.prompt), request.prompt
         columns = {"prompt": prompt.text, **prompt.columns}
+        if len(self._environments.ready.tools) > 1:
+            columns.pop("environment")  # it has done its part: TRL's environments do not get it
         for sample in range(request.first_sample, request.first_sample + (request.samples or self._samples)):
             running = Running(request=request, sample_index=sample, kind=kind, prompt=prompt)
             self._episodes[running.key] = running

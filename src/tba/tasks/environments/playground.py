@@ -129,11 +129,7 @@ class Playground:
             self._rewards.append(float(_awaited(environment.get_reward())))
         # An episode without a step has a reward of 0; tools alone give none.
         found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
-        copy = None
-        if self._copies:
-            with suppress(Exception):  # locks, files, connections: rewards then get None
-                copy = cloudpickle.dumps(environment)
-        return Finished(found, copy)
+        return Finished(found, _copy(environment) if self._copies else None)
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> str | None:
         environment = self._environment
@@ -177,6 +173,23 @@ def _text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
+
+
+def _copy(environment: Any) -> bytes | None:
+    """The environment for rewards, pickled, without attributes that cannot be: locks, files, the client of a server."""
+    if (whole := _pickled(environment)) is not None:
+        return whole
+    with suppress(Exception):  # a class in C, or without a __dict__: rewards then get None
+        rest = object.__new__(type(environment))
+        vars(rest).update({name: value for name, value in vars(environment).items() if _pickled(value) is not None})
+        return _pickled(rest)
+    return None
+
+
+def _pickled(value: Any) -> bytes | None:
+    with suppress(Exception):  # whatever a user's object raises
+        return bytes(cloudpickle.dumps(value))
+    return None
 
 
 def _awaited(value: Any) -> Any:
