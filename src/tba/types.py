@@ -99,6 +99,9 @@ class Episode:
     """Rewards that the environment gave, by the name of its class."""
     environment: bytes | None = None
     """A pickled copy of the environment at the end, for rewards that ask for `environments`; None = there is none."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Calls that could not be read, or gave an error."""
     failure: str = ""
     """Why the episode has no reward: its environment hung, died or failed; empty = it has one."""
 

@@ -31,9 +31,10 @@ def test_methods_and_functions_are_tools_and_errors_are_results():
     assert "unexpected keyword argument" in unexpected
     (unknown,) = made.call([("reset", {})])
     assert unknown.startswith('{"error": "there is no tool')
-    assert made.finish().rewards == {"Guess": 1.0}
+    found = made.finish()
+    assert (found.rewards, found.tool_errors) == ({"Guess": 1.0}, 3)
     made.start("it", {**COLUMNS, "secret": 9}, 0)  # the same instance, reset
-    assert made.finish().rewards == {"Guess": 0.0}
+    assert made.finish() == ({"Guess": 0.0}, None, 0)
 
 
 def test_luck_is_that_of_the_seed():

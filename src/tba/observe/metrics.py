@@ -98,6 +98,8 @@ METRICS = _table("""
     trainer/restarts                     last  -                  Times that the trainer died and was resumed.
     searcher/*/mismatch_kl               last  nats per token     One searcher against the trainer at the version
                                                                   compared last: distance on the 64 canary tokens.
+    searcher/*/tool_calls                last  calls              Tool calls of one searcher's episodes so far.
+    searcher/*/tool_errors               last  calls              Those that could not be read, or gave an error.
     searcher/*/*                         last  -                  State of one searcher, by its number.
     search/*                             last  -                  All searchers together.
     time/receive                         sum   seconds            Wall-clock time in which the trainer took in groups

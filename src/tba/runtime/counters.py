@@ -155,6 +155,8 @@ SEARCHER_FIELDS = (
     "wait",
     "wait_seconds",
     "failures",
+    "tool_calls",
+    "tool_errors",
     "work",
     "mismatch_kl",
     "done",
@@ -169,6 +171,18 @@ the others."""
 TRAINERS_OF_SEARCHER = ("pid", "place")
 """Fields of a searcher's row that the trainer writes; they come last in SEARCHER_FIELDS."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
+SHOWN = (
+    "version",
+    "groups",
+    "responses",
+    "tokens",
+    "wait_seconds",
+    "failures",
+    "tool_calls",
+    "tool_errors",
+    "mismatch_kl",
+)
+"""Fields of a searcher's row that are metrics."""
 WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
 """Numbers of each part of the shared counters, in the order in which they lie in memory."""
 
@@ -309,11 +323,7 @@ class SharedCounters:
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
             "searchers/replaced": self.replaced,
             "trainer/restarts": self.supervisor["trainer_restarts"],
-            **{
-                f"searcher/{index}/{name}": self._searchers[index][name]
-                for index in places
-                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
-            },
+            **{f"searcher/{index}/{name}": self._searchers[index][name] for index in places for name in SHOWN},
         }
 
 

@@ -58,6 +58,19 @@ class SearchCounts:
     failures_in_a_row: int = 0
     none_in_a_row: int = 0
     """Samples of which every reward was None: no failure, but nothing to train on either."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Calls that could not be read, or gave an error."""
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Count the complete responses of a rollout."""
+        self.generated += 1
+        self.responses += len(completions)
+        for completion in completions:
+            self.tokens += len(completion.token_ids)
+            if completion.episode is not None:
+                self.tool_calls += completion.episode.tool_calls
+                self.tool_errors += completion.episode.tool_errors
 
     def see(self, outcome: Outcome, prompt: Prompt) -> None:
         """Count the outcome of a sample; too many without a reward in a row stop the run."""
@@ -192,9 +205,7 @@ class Searcher:
                 # The policy has samples first to first + own - 1, and the reference those that follow.
                 completions += self.reference_samples(request.prompt, first_sample=first_sample + own)
             completions.sort(key=lambda completion: completion.sample_index)
-            self.counts.generated += 1
-            self.counts.responses += len(completions)
-            self.counts.tokens += sum(len(completion.token_ids) for completion in completions)
+            self.counts.add(completions)
             yield finished_group(self.tokenizer, request.prompt, completions, rollout=request.rollout)
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:

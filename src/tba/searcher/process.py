@@ -227,6 +227,7 @@ def show(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
     """The numbers that the trainer shows."""
     row["version"], row["failures"] = engine.version, counts.failures
     row["groups"], row["responses"], row["tokens"] = counts.sent, counts.responses, counts.tokens
+    row["tool_calls"], row["tool_errors"] = counts.tool_calls, counts.tool_errors
 
 
 FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)

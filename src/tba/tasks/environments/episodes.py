@@ -35,6 +35,8 @@ OPEN_PER_SLOT = 2
 """Episodes that may be open for each slot of the engine: as many wait for their environments as are generated."""
 
 Message = dict[str, Any]
+NOTHING = Finished({}, None)
+"""What is left of an episode whose environment is gone."""
 
 
 def with_environments(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -170,6 +172,8 @@ class Running:
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
     """Answers of the environment so far."""
+    tool_calls: int = 0
+    tool_errors: int = 0
     finish: Finish = "stop"
     ended: bool = False
     """Whether the last turn has its end-of-turn token."""
@@ -312,7 +316,7 @@ class Turns:
             elif answer.error:
                 self._close(running, failure=answer.error)
             elif isinstance(answer.value, Finished):
-                self._close(running, rewards=answer.value.rewards, environment=answer.value.copy)
+                self._close(running, answer.value)
             else:
                 self._continue(running, answer.value)
 
@@ -360,6 +364,8 @@ class Turns:
         running.finish, running.ended = finish, finish == "stop"
         reply = self._engine.format_of(running.kind).reply(token_ids)
         running.messages.append(reply.message)
+        running.tool_calls += len(reply.calls)
+        running.tool_errors += bool(reply.error)
         steps = running.kind in self._environments.ready.steps
         most = self._engine.max_turns
         goes_on = running.ended and (most is None or running.turns < most)
@@ -406,14 +412,7 @@ class Turns:
             goes_on=True,
         )
 
-    def _close(
-        self,
-        running: Running,
-        *,
-        rewards: Mapping[str, float] | None = None,
-        environment: bytes | None = None,
-        failure: str = "",
-    ) -> None:
+    def _close(self, running: Running, finished: Finished = NOTHING, *, failure: str = "") -> None:
         """The episode is finished: it passes through the engine as a response that is complete."""
         chosen = np.concatenate([*running.chosen, np.zeros(0, np.bool_)])
         running.spans = running.spans or [(0, self._engine.version)]
@@ -421,8 +420,10 @@ class Turns:
             prompt=running.prompt,
             chosen=chosen,
             messages=running.messages,
-            rewards=rewards or {},
-            environment=environment,
+            rewards=finished.rewards,
+            environment=finished.copy,
+            tool_calls=running.tool_calls,
+            tool_errors=running.tool_errors + finished.tool_errors,
             failure=failure,
         )
         # A limit of as many tokens as there are: nothing is left to generate, however it ended.

@@ -38,6 +38,8 @@ class Finished(NamedTuple):
 
     rewards: dict[str, float]
     copy: bytes | None
+    tool_errors: int = 0
+    """Calls that gave an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ class Playground:
         self._instances: dict[str, Any] = {}
         self._kind = Kind(name=NO_TOOLS, make=None, tools={}, steps=False)
         self._rewards: list[float] = []
+        self._tool_errors = 0
 
     @property
     def _environment(self) -> Any:
@@ -87,7 +90,7 @@ class Playground:
 
     def start(self, kind: str, columns: Mapping[str, Any], seed: int) -> str | None:
         """Begin an episode -> what the environment says first."""
-        self._kind, self._rewards = self._kinds[kind], []
+        self._kind, self._rewards, self._tool_errors = self._kinds[kind], [], 0
         # The K episodes of a prompt have one seed: random numbers of the standard library and of NumPy repeat.
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -121,7 +124,7 @@ class Playground:
         """Rewards at the end, under the name of the environment's class, and a copy for rewards that ask for it."""
         environment = self._environment
         if environment is None:
-            return Finished({}, None)
+            return Finished({}, None, self._tool_errors)
         if hasattr(environment, "get_observation"):
             rewards, _ = environment.close()
             self._rewards.append(float(sum(rewards.values()) if isinstance(rewards, Mapping) else rewards or 0.0))
@@ -129,7 +132,7 @@ class Playground:
             self._rewards.append(float(_awaited(environment.get_reward())))
         # An episode without a step has a reward of 0; tools alone give none.
         found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
-        return Finished(found, _copy(environment) if self._copies else None)
+        return Finished(found, _copy(environment) if self._copies else None, self._tool_errors)
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> str | None:
         environment = self._environment
@@ -152,11 +155,15 @@ class Playground:
         own = getattr(self._environment, name, None) if name in self._kind.tools else self._functions.get(name)
         if own is None:
             known = ", ".join([*self._kind.tools, *self._functions])
-            return json.dumps({"error": f"there is no tool {name!r}; there is {known}"})
+            return self._error(f"there is no tool {name!r}; there is {known}")
         try:
             return _text(_awaited(own(**arguments)))
         except Exception as error:  # the policy's arguments may be wrong: it reads why
-            return json.dumps({"error": describe(error)})
+            return self._error(describe(error))
+
+    def _error(self, message: str) -> str:
+        self._tool_errors += 1
+        return json.dumps({"error": message})
 
 
 def _text(value: Any) -> str:
