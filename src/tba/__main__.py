@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 NO_ROLES = frozenset({"--help", "--dry-run", "runtime.kind=ray"})
 """Arguments with which a training starts no roles on this machine, or none by itself."""
@@ -13,7 +14,8 @@ def main() -> None:
     if sys.argv[1:2] == ["train"] and not NO_ROLES & set(sys.argv) and not is_later_rank:
         from tba.runtime.processes import prepare_roles  # nothing heavy comes with it
 
-        prepare_roles()
+        with suppress(OSError):  # a head start: the run says in words that no process can be started
+            prepare_roles()
     try:
         from tba.cli import main as run
     except KeyboardInterrupt:  # Ctrl-C during the imports, before any handler is set

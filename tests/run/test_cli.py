@@ -340,6 +340,25 @@ main()
     assert (result.returncode, result.stderr) == (130, "")
 
 
+def test_a_machine_without_room_for_a_process_is_named_without_a_traceback(tmp_path):
+    program = """
+import sys
+import psutil
+class NoProcess(psutil.Popen):
+    def __init__(self, *arguments, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")  # as fork does beyond `ulimit -u`
+psutil.Popen = NoProcess
+sys.argv = ["tba", "train", "train.max_steps=1"]
+from tba.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    message = "tba: the run's processes cannot be started: Resource temporarily unavailable; `ulimit -a` shows limits."
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (2, message)
+    assert "Traceback" not in result.stderr
+
+
 def test_doctor_names_what_the_machine_has():
     result = RUNNER.invoke(app, ["doctor"])
     assert result.exit_code == 0

@@ -156,3 +156,15 @@ def test_a_searcher_does_not_give_way_on_a_gpu_as_its_trainer_does(tmp_path, mon
     process = local_starter(Config(), tmp_path)(targets.tells_a_variable, {"name": PRIORITY}, None, 0, "a")
     assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == ("not set",)
     assert process.wait(DEADLINE_SECONDS)
+
+
+def test_a_thread_that_could_not_start_does_not_hide_why(tmp_path, monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")  # as beyond `ulimit -v`
+
+    run = Run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run.start(targets.takes_rollouts_and_dies, num_searchers=1)
+    run.runtime.stop()

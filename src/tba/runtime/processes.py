@@ -314,14 +314,19 @@ class ForkServer:
     def _begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
         """A new server, in a process that imports what its roles need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        process = psutil.Popen(
-            module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *preload),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=dict(environment),
-            start_new_session=True,
-        )
+        try:
+            process = psutil.Popen(
+                module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *preload),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise OSError(
+                f"the run's processes cannot be started: {error.strerror}; `ulimit -a` shows limits."
+            ) from None
         theirs.close()
         return cls(ours, process)
 

@@ -148,8 +148,9 @@ class SearcherPool:
         self._start, self._count, self._wanted = start, count, -1
         self._stopping.clear()
         self._counters.trainer["searchers"] = count
-        self._thread = threading.Thread(target=self._run, daemon=True, name="searcher-pool")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, daemon=True, name="searcher-pool")
+        thread.start()
+        self._thread = thread  # only now: one that could not start cannot be waited for by `stop`
 
     def incarnations(self) -> Sequence[Incarnation]:
         """Incarnations that run or whose last messages may still arrive, in the order of their places in the pool."""
