@@ -88,6 +88,12 @@ def test_samples_of_one_request_differ_and_a_seed_repeats_them(client):
     assert len(set(first)) == 3
 
 
+def test_the_same_prompt_twice_with_one_seed_has_one_answer_twice(server, client):
+    """Both have the same key: the second waits for the first."""
+    first, second = complete(client, prompt=[prompt_ids(server)] * 2, seed=3).choices
+    assert first.text == second.text
+
+
 def test_without_a_seed_no_two_requests_are_alike(client):
     assert complete(client).choices[0].text != complete(client).choices[0].text
 
