@@ -58,7 +58,8 @@ DATA_SEED = 0
 SPECIAL = ("<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|tools|>", "<|end|>")
 PIECES = (
     '<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>",
-    "<tool_response>", "</tool_response>", "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower", "a number, please",
+    "<tool_response>", "</tool_response>", "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower",
+    "a number, please",
 )  # fmt: skip
 CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
 TEMPLATE = """\
