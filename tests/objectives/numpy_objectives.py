@@ -1,4 +1,4 @@
-"""Twelve objectives written a second time, in NumPy and float64, with gradients derived by hand.
+"""Thirteen objectives written a second time, in NumPy and float64, with gradients derived by hand.
 
 The library's losses are checked against this file, so it shares no code with them and prefers loops
 over ragged Python lists to padding: whatever padding, masking or reshaping can get wrong cannot go
@@ -226,6 +226,51 @@ def kimi(prompts: list[Prompt], *, beta: float) -> Answer:
         for k, response, residual in zip(ks, responses, residual_K, strict=True):
             d_log_pi[p][k][response.mask] = -beta * residual / num_responses
     return Answer(loss=float(loss), d_log_pi=d_log_pi)
+
+
+# ---------------------------------------------------------------------------------------------
+# Subtrajectory balance over turns
+# ---------------------------------------------------------------------------------------------
+
+
+def turns_of(mask: np.ndarray) -> list[list[int]]:
+    """Own tokens of each turn: runs of masked-in tokens without a gap."""
+    turns: list[list[int]] = []
+    for t in (int(t) for t in np.flatnonzero(mask)):
+        if turns and turns[-1][-1] == t - 1:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def subtb(prompts: list[Prompt], *, beta: float, decay: float = 0.9, value_share: float | None = None) -> Answer:
+    """(beta / 2) * mean over responses of the weighted mean square residual of all stretches of turns; weight
+    decay^turns. A state's log flow is the value at its turn's first token / beta, and r / beta at the end.
+
+    value_share: share of the gradient by the values that is kept; None = beta.
+    """
+    num_responses = count(prompts).num_responses
+    d_log_pi, d_values = zeros_like_tokens(prompts), zeros_like_tokens(prompts)
+    loss = 0.0
+    for p, ks, responses in kept_groups(prompts):
+        for k, response in zip(ks, responses, strict=True):
+            turns = turns_of(response.mask)
+            stretches = [(i, j) for i in range(len(turns)) for j in range(i + 1, len(turns) + 1)]
+            total = sum(decay ** (j - i) for i, j in stretches)
+            for i, j in stretches:
+                own = [t for turn in turns[i:j] for t in turn]
+                start = response.values[turns[i][0]] / beta
+                end = response.reward / beta if j == len(turns) else response.values[turns[j][0]] / beta
+                residual = start + sum(response.log_pi[t] - response.log_ref[t] for t in own) - end
+                share = decay ** (j - i) / total / num_responses
+                loss += beta / 2 * share * residual**2
+                d_log_pi[p][k][own] += beta * share * residual
+                by_value = (beta if value_share is None else value_share) * share * residual
+                d_values[p][k][turns[i][0]] += by_value
+                if j < len(turns):
+                    d_values[p][k][turns[j][0]] -= by_value
+    return Answer(loss=float(loss), d_log_pi=d_log_pi, d_values=d_values)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -690,6 +735,7 @@ def check_gradients(num_seeds: int = 12) -> None:
         "tb (log Z not detached)": (bind(tb, beta=0.3), False),
         "tb_learned_z": (bind(tb_learned_z, beta=0.3), False),
         "kimi": (bind(kimi, beta=0.3), False),
+        "subtb": (bind(subtb, beta=0.3, value_share=1.0), False),
         "tba_prime": (bind(tba_prime, beta=0.3, normal_length=7.0), True),
         "tba_prime tight clamps": (
             bind(tba_prime, beta=0.3, normal_length=7.0, ratio_max=1.1, log_ratio_clamp=0.3),

@@ -1,6 +1,6 @@
 """Every objective against `numpy_objectives.py`, which was written from the formulas alone by someone who had not seen
 this code: loss and gradients agree to 1e-6 on ragged, masked, stale data. (Later additions were written there by the
-author of the code: whitening and k3 of vineppo, the usual drift.)"""
+author of the code: whitening and k3 of vineppo, the usual drift; subtb.)"""
 
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,9 @@ CASES = [
     ("tb", {"trust_region": "taper"}, 0.3),
     ("tb_learned_z", {}, 0.3),
     ("kimi", {}, 0.3),
+    ("subtb", {}, 0.3),
+    ("subtb", {"decay": 0.4}, 0.05),
+    ("subtb", {"decay": 1.0}, 1.0),
     ("tba_prime", {"normal_length": 11}, 0.05),
     ("tba_prime", {"normal_length": 11, "ratio_max": 1.5}, 0.05),
     ("reinforce", {}, 0.1),

@@ -12,8 +12,8 @@ from tba.types import Forward
 
 P, K = 3, 4
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::repeat_interleave.Tensor"}
-STOPPING = {"ppo", "vineppo"}
-"""PPO is computed once a step, between two passes; VinePPO finds its steps on the device."""
+STOPPING = {"ppo", "vineppo", "subtb"}
+"""PPO is computed once a step, between two passes; VinePPO finds its steps on the device, SubTB its turns."""
 
 
 class Reads(TorchDispatchMode):

@@ -212,8 +212,8 @@ class ObjectiveConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = "tb"
-    """Name of the objective: tb, tb_learned_z, tba_prime, kimi, reinforce, rloo, proximal_rloo, grpo, dr_grpo, ppo,
-    vineppo or online_dpo."""
+    """Name of the objective: tb, tb_learned_z, subtb, tba_prime, kimi, reinforce, rloo, proximal_rloo, grpo, dr_grpo,
+    ppo, vineppo or online_dpo."""
     beta: Schedule | None = None
     """Weight of the reference: TB's target is pi_ref * exp(r / beta), others subtract beta * KL; None = the
     objective's."""

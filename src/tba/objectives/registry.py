@@ -17,11 +17,13 @@ from tba.objectives.grpo import GRPO, DrGRPO
 from tba.objectives.objective import Needs, Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
+from tba.objectives.subtrajectory_balance import SubTrajectoryBalance
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "tb": TrajectoryBalance,
     "tb_learned_z": LearnedLogZ,
+    "subtb": SubTrajectoryBalance,
     "tba_prime": TBAPrime,
     "kimi": Kimi,
     "reinforce": Reinforce,

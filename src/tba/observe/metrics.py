@@ -64,7 +64,7 @@ METRICS = _table("""
     beta                                 last  reward per nat     Beta of this step.
     completions/mean_length              mean  tokens             Mean length of the trained responses.
     completions/clipped_ratio            mean  share              Share of responses cut off at the length limit.
-    tb/loss                              sum   nats^2             The paper's VarGrad loss.
+    tb/loss                              sum   nats^2             The mean squared residual: the paper's loss.
     tb/log_z                             mean  nats               Mean estimate of log Z.
     tb/log_z_std                         rms   nats               Root mean square residual.
     tb/max_abs_residual                  max   nats               Largest |log Z estimate - prompt mean|.
