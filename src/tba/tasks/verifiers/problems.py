@@ -79,8 +79,9 @@ def split_rows(rows: list[Problem], num_held_out: int) -> Mapping[Split, list[Pr
     if len(different) < LEAST_TO_SPLIT:
         return {"train": rows, "validation": rows, "held_out": rows}
     count = min(num_held_out, len(different) // MOST_HELD_OUT)
-    splits = dict.fromkeys(different[:count], "held_out") | dict.fromkeys(different[count : 2 * count], "validation")
-    return {
-        split: [row for key, row in zip(keys, rows) if splits.get(key, "train") == split]
-        for split in ("train", "validation", "held_out")
-    }
+    sides: dict[int, Split] = dict.fromkeys(different[:count], "held_out")
+    sides |= dict.fromkeys(different[count : 2 * count], "validation")
+    splits: dict[Split, list[Problem]] = {"train": [], "validation": [], "held_out": []}
+    for key, row in zip(keys, rows):
+        splits[sides.get(key, "train")].append(row)
+    return splits
