@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tba.types import Batch, Totals
+from tba.types import Batch, Completion, Totals
 
 VOCABULARY = 40
 
@@ -69,3 +70,17 @@ def tiny_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def completion(prompt, index):
+    """A response of one token."""
+    zeros = np.zeros(1, np.float32)
+    return Completion(
+        prompt_id=prompt.id,
+        sample_index=index,
+        token_ids=np.array([3], np.int32),
+        behaviour_log_probs=zeros,
+        policy_log_probs=zeros,
+        finish="stop",
+        version_spans=((0, 1),),
+    )

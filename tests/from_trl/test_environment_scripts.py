@@ -110,7 +110,7 @@ def main():
             self.reward += len(text) / 10
             return self.env.step(text)
 
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "Try to say 'good morning'."}]] * 64})
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "Try to say 'good morning'."}]] * 16})
     trainer = GRPOTrainer(
         model="model", train_dataset=dataset, reward_funcs=reward_func, environment_factory=EchoToolEnv,
         args=GRPOConfig(chat_template_kwargs={"enable_thinking": False}, log_completions=True,
@@ -196,7 +196,7 @@ def talk_reward(environments, **kwargs) -> list[float | None]:
 def game_reward(environments, **kwargs) -> list[float | None]:
     return [float(-env.place) if isinstance(env, GameEnv) else None for env in environments]
 
-dataset = Dataset.from_dict({"environment": ["talk", "game"] * 50})
+dataset = Dataset.from_dict({"environment": ["talk", "game"] * 20})
 trainer = GRPOTrainer(
     model="model", args=GRPOConfig(chat_template_kwargs={"enable_thinking": False}, SETTINGS), train_dataset=dataset,
     reward_funcs=[talk_reward, game_reward], environment_factory={"talk": TalkEnv, "game": GameEnv},

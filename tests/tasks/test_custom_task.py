@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import games
 import numpy as np
 import pytest
 
@@ -115,6 +116,19 @@ def test_equal_prompts_fall_on_the_same_side(tokenizer, write):
     data, file = write("data.jsonl", ROWS * 2), write("rewards.py", SCORE)
     task = custom(tokenizer, data, f"{file}:score", eval_fraction=0.3)
     assert not {p.text for p in task.prompts("train")} & {p.text for p in task.prompts("held_out")}
+
+
+def test_rows_of_environments_need_no_prompt(tokenizer, write):
+    data = write("data.jsonl", [{"environment": name} for name in ("talk", "game") * 20])
+    task = custom(tokenizer, data, environment=f"{games.__file__}:Guess")
+    train, held_out = (task.prompts(split) for split in ("train", "held_out"))
+    # Each is another episode: they are told apart by their ids, and one in ten is held out.
+    assert len(train) + len(held_out) == 40
+    assert held_out
+    assert train[0].text == [{"role": "user", "content": ""}]
+    assert train[0].columns["environment"] in ("talk", "game")
+    with pytest.raises(ValueError, match="needs"):
+        custom(tokenizer, data, write("rewards.py", SCORE) + ":score", environment=f"{games.__file__}:Guess")
 
 
 def test_fewer_than_twenty_rows_are_trained_on_and_evaluated_on_alike(tokenizer, write):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import cloudpickle
 import games
@@ -74,6 +75,21 @@ def test_rewards_get_a_copy_of_the_environment():
     made.start("it", COLUMNS, 0)
     made.call([("guess", {"number": 7})])
     assert cloudpickle.loads(made.finish().copy).guesses == [7]
+
+
+class Connected(games.Guess):
+    """As clients of servers are: it holds a lock."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def test_a_copy_lacks_what_cannot_be_sent():
+    made = playground(Connected, copies=True)
+    made.start("it", COLUMNS, 0)
+    made.call([("guess", {"number": 7})])
+    copy = cloudpickle.loads(made.finish().copy)
+    assert (type(copy), vars(copy)) == (Connected, {"secret": 4, "guesses": [7]})
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import importlib.util
 import random
 
-import numpy as np
 import pytest
+from builders import completion
 
 from recipes.arithmetic import make_tokenizer
 from tba.config import TaskConfig, load_config
@@ -14,7 +14,6 @@ from tba.tasks.reasoning_gym.generators import Generator, Scorer
 from tba.tasks.registry import make_task
 from tba.tasks.rewards.pool import WorkerRewards, score_all
 from tba.tasks.task import FinishedGroup
-from tba.types import Completion
 
 is_there = importlib.util.find_spec("reasoning_gym") is not None
 needs_package = pytest.mark.skipif(not is_there, reason="reasoning-gym is not installed")
@@ -105,19 +104,6 @@ def test_scores_come_from_a_reward_worker(tmp_path):
         rewards.close()
     assert outcomes == [{"score": 1.0}, {"score": 0.0}] == task.score(prompt, texts, completions)
     assert [task.solved(outcome) for outcome in outcomes] == [True, False]
-
-
-def completion(prompt, index):
-    zeros = np.zeros(1, np.float32)
-    return Completion(
-        prompt_id=prompt.id,
-        sample_index=index,
-        token_ids=np.array([3], np.int32),
-        behaviour_log_probs=zeros,
-        policy_log_probs=zeros,
-        finish="stop",
-        version_spans=((0, 1),),
-    )
 
 
 @needs_package

@@ -19,7 +19,7 @@ import typer
 from tba.cli.usage import bounded, exit_status, log_warnings, number_option, with_trl_names
 from tba.config import Config, ConfigError, dump_config, load_config
 from tba.config.reading import is_given, refuse_two_values, settings_by_name
-from tba.config.task import code_name, is_generator
+from tba.config.task import code_name, is_of_package
 from tba.observe.files import lasting_output
 from tba.observe.run_folder import holder_of, is_begun, others_entry
 from tba.run.checks import TASK_NAMES, run_of
@@ -285,7 +285,7 @@ def given_config(
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
     # Only arithmetic and red_team have no data at all; no other registered task takes rewards.
     for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
-        if given and config.task.name != "custom" and (config.task.name in without or is_generator(config.task.name)):
+        if given and config.task.name != "custom" and (config.task.name in without or is_of_package(config.task.name)):
             raise ConfigError(
                 f"{option} is for task.name=custom, and task.name={config.task.name} has its own: leave out one of the two."
             )

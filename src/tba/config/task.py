@@ -151,13 +151,14 @@ HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteva
 """Hub names of the data of tasks that come without it."""
 
 
-GENERATORS = "reasoning_gym"
-"""Name of the task that is followed by a generator of that package: `reasoning_gym:countdown`."""
+PACKAGES = ("reasoning_gym", "verifiers")
+"""Names of tasks that are followed by what the package of that name has: `reasoning_gym:countdown`, `verifiers:gsm8k`."""
 
 
-def is_generator(name: str) -> bool:
-    """Whether a task's name is `reasoning_gym:NAME`."""
-    return name.startswith(f"{GENERATORS}:")
+def is_of_package(name: str) -> bool:
+    """Whether a task's name is `reasoning_gym:NAME` or `verifiers:NAME`."""
+    package, colon, _ = name.partition(":")
+    return bool(colon) and package in PACKAGES
 
 
 class TaskConfig(Section):
@@ -165,11 +166,11 @@ class TaskConfig(Section):
 
     name: str = "arithmetic"
     """Name of a registered task, `custom` for your own data and reward functions, `reasoning_gym:NAME` for a generator of
-    that package, or `path/to/file.py:Class` for a task of your own (docs/tasks.md); the path is relative to the working
-    directory, and config.yaml has it in full."""
+    that package, `verifiers:NAME` or `verifiers:path/to/file.py` for a taskset of that one, or `path/to/file.py:Class` for a
+    task of your own (docs/tasks.md); a path is relative to the working directory, and config.yaml has it in full."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of reasoning_gym:NAME (docs/tasks.md) or of a task of your own, checked by the class attribute `Settings`
-    of the task."""
+    """Settings of reasoning_gym:NAME and verifiers:NAME (docs/tasks.md) or of a task of your own, checked by the class
+    attribute `Settings` of the task."""
     data: LocalPath | None = None
     """Where the data is. custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the
     reward; None = the environment's reset says all there is to say. gsm8k, math: folder with train.jsonl and test.jsonl,
@@ -213,12 +214,13 @@ class TaskConfig(Section):
     @property
     def is_own_file(self) -> bool:
         """Whether the task is a class in a file of the user's, `path/to/file.py:Class`."""
-        return ":" in self.name and not is_generator(self.name)
+        return ":" in self.name and not is_of_package(self.name)
 
     @property
     def label(self) -> str:
         """Name of the task in metrics and summaries: of a task from a file, the name of its class."""
-        return self.name.rpartition(":")[2]
+        # verifiers:owner/name and verifiers:path/to/sums.py too.
+        return self.name.rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
 
     @property
     def folder_label(self) -> str:
@@ -239,7 +241,9 @@ class TaskConfig(Section):
     def _full_path(cls, name: str) -> str:
         """The path of a task's file in full: a run is evaluated later from another working directory."""
         path, colon, kind = name.rpartition(":")
-        if is_generator(name) or not (colon and path):
+        if is_of_package(name):
+            return f"{path}:{full_path(kind)}" if kind.endswith(".py") else name
+        if not (colon and path):
             return name
         return f"{Path(path).expanduser().absolute()}:{kind}"
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Config, ConfigError
-from tba.config.task import GENERATORS
 from tba.models.paths import SHIPPED, check_there, resolve_path
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.run_folder import RunFolder, others_entry
@@ -22,6 +21,7 @@ from tba.tasks.reasoning_gym.generators import require_reasoning_gym
 from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.load_function import check_reward_function
 from tba.tasks.rewards.sources import with_sources
+from tba.tasks.verifiers.tasksets import require_verifiers
 
 logger = logging.getLogger("tba")
 
@@ -29,8 +29,10 @@ HUB_COMMAND = (
     "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
     """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
 )
-TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "reasoning_gym:NAME", "custom")
+TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "reasoning_gym:NAME", "verifiers:NAME", "custom")
 """Names of the registered tasks: the registry itself needs torch."""
+REQUIRED = {"reasoning_gym": require_reasoning_gym, "verifiers": require_verifiers}
+"""Checks that a task's package is installed."""
 
 
 def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: bool = False) -> None:
@@ -128,8 +130,8 @@ def check_inputs(config: Config) -> None:
     check_there(f"model.path={config.model.path!r}", config.model.path)
     if unset := [name for name in config.search.reward_environment if name not in os.environ]:
         raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
-    if config.task.name.partition(":")[0] == GENERATORS:
-        require_reasoning_gym()
+    if require := REQUIRED.get(config.task.name.partition(":")[0]):
+        require()
     named_rewards(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)

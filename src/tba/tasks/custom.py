@@ -259,9 +259,8 @@ class PromptReader:
     """Whether a row may do without a prompt: an environment's reset says what there is to do."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
-        if self.environments and isinstance(row.value, dict) and "prompt" not in row.value:
-            return silent_prompt(_id(row, path), row.value)
-        text = _prompt_text(row)
+        is_silent = self.environments and isinstance(row.value, dict) and "prompt" not in row.value
+        text = SILENT if is_silent else _prompt_text(row)
         if self.tokenizer is None:
             return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
         for column, reward in self.needed.items():
@@ -275,6 +274,8 @@ class PromptReader:
                     f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
                     f"{hint}",
                 )
+        if is_silent:
+            return silent_prompt(_id(row, path), row.value)
         return make_prompt(
             text=text,
             id=_id(row, path),

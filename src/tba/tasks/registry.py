@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, TaskConfig
-from tba.config.task import is_generator
+from tba.config.task import is_of_package
 from tba.models.load import LoadedModel
 from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.problems import ArithmeticTask
@@ -27,6 +27,7 @@ from tba.tasks.rewards.load_function import load_named
 from tba.tasks.task import Task, TaskInputs
 from tba.tasks.tldr.summarising import TLDRTask
 from tba.tasks.user_task import user_code
+from tba.tasks.verifiers.problems import VerifiersTask
 
 TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "arithmetic": ArithmeticTask,
@@ -36,6 +37,7 @@ TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "tldr": TLDRTask,
     "red_team": RedTeamTask,
     "reasoning_gym": ReasoningGymTask,  # reasoning_gym:NAME
+    "verifiers": VerifiersTask,  # verifiers:NAME
 }
 
 
@@ -101,7 +103,7 @@ TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
 
 def _task_class(name: str) -> Callable[[TaskInputs], Task]:
     """Class that makes the task: a registered one, or the one that `file.py:Class` names."""
-    if (registered := name.partition(":")[0] if is_generator(name) else name) in TASKS:
+    if (registered := name.partition(":")[0] if is_of_package(name) else name) in TASKS:
         return TASKS[registered]
     if ":" not in name:
         raise ValueError(

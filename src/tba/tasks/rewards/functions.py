@@ -227,7 +227,7 @@ class RewardFunction:
         if not takes_all:
             # Later keys win: a column named `prompts` or `completions` does not hide the real ones.
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-        [result] = _awaited([self.function(**arguments)])
+        [result] = awaited([self.function(**arguments)])
         if isinstance(result, BaseException):
             raise result
         if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__iter__"):
@@ -252,7 +252,7 @@ class RewardFunction:
             "extra_info": columns.get("extra_info"),
         }
         known = {name: value for name, value in known.items() if name in self._parameters}
-        scores = _awaited([self.function(solution_str=text, **known) for text in texts])
+        scores = awaited([self.function(solution_str=text, **known) for text in texts])
         if without := [score for score in scores if isinstance(score, dict) and "score" not in score]:
             raise WrongNumber(
                 f"returned a dict with {', '.join(map(str, without[0])) or 'nothing'}: it must have `score`"
@@ -260,7 +260,7 @@ class RewardFunction:
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
-def _awaited(results: list[Any]) -> list[Any]:
+def awaited(results: list[Any]) -> list[Any]:
     """Results of calls of a function; those of an `async def` are awaited together, and may be exceptions."""
     if not any(map(inspect.iscoroutine, results)):
         return results

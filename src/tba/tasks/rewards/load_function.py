@@ -118,7 +118,7 @@ def load_named(specification: str, *, what: str, kind: str, fits: Callable[[Any]
     """The function or class that `path/to/file.py:name` names. `what` begins the error messages, `kind` says what is looked
     for, `fits` whether an object is one."""
     file, name = _split(specification, what=what, kind=kind)
-    module = _load_module(file.resolve(), what)
+    module = load_module(file.resolve(), what)
     if not fits(getattr(module, name, None)):
         # Those that the file imports from elsewhere are not meant.
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
@@ -233,7 +233,7 @@ def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:
                 )
 
 
-def _load_module(file: Path, what: str) -> Any:
+def load_module(file: Path, what: str) -> Any:
     """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
     if str(file.parent) not in sys.path:
         # Appended, not put first: a neighbour called json.py must not hide the standard library's.
