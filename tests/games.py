@@ -109,3 +109,15 @@ class Gym:
 
     def step(self, action):
         return {"observations": [{"role": "user", "content": "again"}], "reward": 0.5, "done": action == "stop"}
+
+
+class Duel(Echo):
+    """Two sides in turns: the policy learns the one that the seed draws, and plays both."""
+
+    def reset(self, *, seed=None):
+        self.side = seed % 2
+        return super().reset(seed=seed)
+
+    @property
+    def trains(self):
+        return self.turns % 2 == self.side

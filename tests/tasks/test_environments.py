@@ -23,7 +23,7 @@ def playground(kind, *functions, copies=False):
 
 def test_methods_and_functions_are_tools_and_errors_are_results():
     made = playground(games.Guess, games.double)
-    assert made.start("it", COLUMNS, 0) == " Guess a number from 1 to 9."
+    assert made.start("it", COLUMNS, 0).observation == " Guess a number from 1 to 9."
     assert made.call([("guess", {"number": 3}), ("guess", {"number": 4})]) == ["higher", "right"]
     assert made.call([("double", {"number": 21})]) == ["42"]
     assert made.call([("wait", {})]) == ['{"waited": true}']
@@ -50,23 +50,23 @@ def test_luck_is_that_of_the_seed():
 
 def test_gymnasium_steps():
     made = playground(games.Echo)
-    assert made.start("it", COLUMNS, 123) == " Seed 23."
+    assert made.start("it", COLUMNS, 123) == (" Seed 23.", False, True)
     assert [made.step("ab"), made.step(""), made.step("abc")] == [
-        ("2 characters", False),
-        ("0 characters", False),
-        ("3 characters", True),
+        ("2 characters", False, True),
+        ("0 characters", False, True),
+        ("3 characters", True, True),
     ]
     assert made.finish().rewards == {"Echo": 0.75}
 
 
 def test_textarena_and_skyrl():
     made = playground(games.Arena)
-    assert made.start("it", COLUMNS, 0) == "move 0"
-    assert [made.step("a"), made.step("b")] == [("move 1", False), ("", True)]
+    assert made.start("it", COLUMNS, 0).observation == "move 0"
+    assert [made.step("a"), made.step("b")] == [("move 1", False, True), ("", True, True)]
     assert made.finish().rewards == {"Arena": 1.5}
     made = playground(games.Gym)
-    assert made.start("it", COLUMNS, 0) is None
-    assert [made.step("go"), made.step("stop")] == [("again", False), ("again", True)]
+    assert made.start("it", COLUMNS, 0) == (None, False, True)
+    assert [made.step("go"), made.step("stop")] == [("again", False, True), ("again", True, True)]
     assert made.finish().rewards == {"Gym": 1.0}
 
 
@@ -118,7 +118,7 @@ def test_one_that_hangs_or_dies_costs_its_episode_alone(environments):
     keys = [("p", sample) for sample in range(4)]
     for key in keys:
         own.ask(key, "start", "it", COLUMNS, 0)
-    assert {answer.value for answer in answers_of(own, 4).values()} == {" Guess a number from 1 to 9."}
+    assert {answer.value.observation for answer in answers_of(own, 4).values()} == {" Guess a number from 1 to 9."}
     own.ask(keys[0], "call", [("hang", {})])
     own.ask(keys[1], "call", [("die", {})])
     own.ask(keys[2], "call", [("guess", {"number": 4})])
@@ -176,4 +176,4 @@ def test_an_answer_to_an_episode_that_was_given_up_is_not_taken_for_another(envi
         pass
     own.give_up()
     own.ask(("p", 0), "start", "it", {}, 2)
-    assert answers_of(own, 1)["p", 0].value == " Seed 2."
+    assert answers_of(own, 1)["p", 0].value.observation == " Seed 2."

@@ -174,3 +174,16 @@ def test_the_seed_of_a_prompt_is_its_own():
     seeds = {seed_of(0, prompt_of(number)) for number in range(100)}
     assert len(seeds) == 100
     assert max(seeds) < 2**32
+
+
+def test_turns_of_the_other_side_are_not_trained_on(model, episodes_of):
+    engine, sides = episodes_of(model, games.Duel), set()
+    requests = [Request(prompt=prompt_of(number)) for number in range(4)]
+    for completion in engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING):
+        side = seed_of(0, completion.episode.prompt) % 2
+        turns = [message for message in completion.episode.messages if message["role"] == "assistant"]
+        # Turns 0, 2, ... are of side 0: with one turn of the other side nothing was chosen.
+        assert completion.loss_mask.any() == (side == 0 or len(turns) > 1)
+        assert completion.loss_mask[0] == (side == 0)
+        sides.add(side)
+    assert sides == {0, 1}

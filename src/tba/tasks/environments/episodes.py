@@ -172,6 +172,8 @@ class Running:
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
     """Answers of the environment so far."""
+    trains: bool = True
+    """Whether the turn that is generated now is trained on."""
     tool_calls: int = 0
     tool_errors: int = 0
     finish: Finish = "stop"
@@ -197,7 +199,8 @@ class Running:
         own = slice(self.length, None)
         # Spans count from the response's start, so those of later turns follow on.
         self.spans += [span for span in completion.version_spans if not self.spans or span[1] != self.spans[-1][1]]
-        self._append(completion.token_ids[own], completion.behaviour_log_probs[own], completion.policy_log_probs[own])
+        columns = completion.token_ids, completion.behaviour_log_probs, completion.policy_log_probs
+        self._append(*(column[own] for column in columns), chosen=self.trains)
         return self.tokens[-1]
 
     def add_answer(self, token_ids: np.ndarray) -> None:
@@ -322,12 +325,12 @@ class Turns:
 
     def _begin(self, request: Request, answers: Mapping[int, Answer]) -> None:
         """All environments of a rollout have answered: its responses start from one prompt."""
-        told = next((answer.value for answer in answers.values() if not answer.error), None)
+        told = next((answer.value.observation for answer in answers.values() if not answer.error), None)
         prompt, starting = self._prompt(request.prompt, told), list[int]()
         for sample, answer in sorted(answers.items()):
             running = self._episodes[request.prompt.id, sample]
             running.prompt = prompt
-            if not answer.error and answer.value != told:
+            if not answer.error and answer.value.observation != told:
                 # The responses of a group have one prompt: without it they could not be compared.
                 answer = Answer(
                     error="the environment's reset told this response something else than the others of its prompt: "
@@ -336,6 +339,7 @@ class Turns:
             if answer.error:
                 self._close(running, failure=answer.error)
             else:
+                running.trains = answer.value.trains
                 starting.append(sample)
         whole = len(starting) == len(answers)
         for sample in starting[:1] if whole else starting:
@@ -389,6 +393,7 @@ class Turns:
         if steps and value.done:
             self._environments.ask(running.key, "finish")
             return
+        running.trains = value.trains if steps else True
         answers = answer_messages(running.messages[-1], [value.observation] if steps else value, steps=steps)
         ids = self._engine.format_of(running.kind).next_turn_ids(answers, ended=running.ended)
         limit = (running.request.sampling or self._sampling).max_new_tokens

@@ -27,10 +27,12 @@ NO_TOOLS = ""
 
 
 class StepResult(NamedTuple):
-    """StepResult(observation="too low", done=False): the environment's answer to a turn."""
+    """StepResult(observation="too low", done=False): what the environment says at its reset, or to a turn."""
 
-    observation: str
-    done: bool
+    observation: str | None
+    done: bool = False
+    trains: bool = True
+    """Whether the turn that follows is trained on; False = the policy plays another side in it."""
 
 
 class Finished(NamedTuple):
@@ -88,7 +90,7 @@ class Playground:
     def _environment(self) -> Any:
         return self._instances.get(self._kind.name)
 
-    def start(self, kind: str, columns: Mapping[str, Any], seed: int) -> str | None:
+    def start(self, kind: str, columns: Mapping[str, Any], seed: int) -> StepResult:
         """Begin an episode -> what the environment says first."""
         self._kind, self._rewards, self._tool_errors = self._kinds[kind], [], 0
         # The K episodes of a prompt have one seed: random numbers of the standard library and of NumPy repeat.
@@ -96,10 +98,10 @@ class Playground:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
         if self._kind.make is None:
-            return None
+            return StepResult(None)
         if self._kind.name not in self._instances:
             self._instances[self._kind.name] = self._kind.make()
-        return self._reset(columns, seed)
+        return self._said(self._reset(columns, seed))
 
     def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Results of tool calls, in order; an error is a result too."""
@@ -110,7 +112,7 @@ class Playground:
         result = _awaited(self._environment.step(text))
         if hasattr(self._environment, "get_observation"):  # TextArena: (done, info), and rewards at its close
             done = bool(result[0])
-            return StepResult("" if done else _text(self._environment.get_observation()[1]), done)
+            return self._said("" if done else _text(self._environment.get_observation()[1]), done)
         if isinstance(result, tuple):  # gymnasium and gem: terminated and truncated, or done alone
             observation, reward, *ends, _ = result
             done = any(map(bool, ends))
@@ -118,7 +120,7 @@ class Playground:
             get = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
             observation, reward, done = get("observations"), get("reward"), bool(get("done"))
         self._rewards.append(float(reward or 0.0))
-        return StepResult(_text(observation), done)
+        return self._said(_text(observation), done)
 
     def finish(self) -> Finished:
         """Rewards at the end, under the name of the environment's class, and a copy for rewards that ask for it."""
@@ -133,6 +135,9 @@ class Playground:
         # An episode without a step has a reward of 0; tools alone give none.
         found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
         return Finished(found, _copy(environment) if self._copies else None, self._tool_errors)
+
+    def _said(self, observation: str | None, done: bool = False) -> StepResult:
+        return StepResult(observation, done, bool(getattr(self._environment, "trains", True)))
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> str | None:
         environment = self._environment
