@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -338,6 +339,13 @@ main()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_standard_stream_may_be_closed(closed):
+    command = f"{shlex.quote(sys.executable)} -m tba config length {closed}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_machine_without_room_for_a_process_is_named_without_a_traceback(tmp_path):
