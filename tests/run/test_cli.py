@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -324,20 +325,30 @@ def test_a_run_of_a_model_alone_is_refused_and_one_of_the_package_learns_its_own
     assert result.stderr == "tba:red_team is trained on its own task, red_team: task.name names another.\n"
 
 
-def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
+@pytest.mark.parametrize(("command", "module"), [("config", "tba.cli"), ("train", "tba.runtime.processes")])
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(command, module):
     program = """
 import sys
+command, module = sys.argv[1:]
 class Interrupted:
     def find_spec(self, name, path=None, target=None):
-        if name == "tba.cli":
+        if name == module:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
-sys.argv = ["tba", "config"]
+sys.argv = ["tba", command]
 from tba.__main__ import main
 main()
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    line = [sys.executable, "-c", program, command, module]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_standard_stream_may_be_closed(closed):
+    command = f"{shlex.quote(sys.executable)} -m tba config length {closed}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_machine_without_room_for_a_process_is_named_without_a_traceback(tmp_path):
