@@ -3,9 +3,10 @@
     python benchmarks/generators.py [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
 
 A start model is a small Llama that was trained for a few hundred steps on the generator's own problems with flawed answers.
-Then `tba train task.name=reasoning_gym:NAME` runs with defaults for so many steps, or seconds where these end first. The table has the mean score of four
-samples for each held-out problem, with standard errors over problems; `gain` is in standard errors of the difference, taken
-as if both evaluations had different problems. Held-out questions are in neither training.
+Then `tba train task.name=reasoning_gym:NAME` runs with defaults for so many steps, or seconds where these end first. The
+table has the mean score of four samples for each held-out problem, with standard errors over problems; `gain` is in standard
+errors of the difference, taken as if both evaluations had different problems. Held-out questions
+are in neither training.
 """
 
 from __future__ import annotations
