@@ -35,11 +35,11 @@ from recipes.start_models import (
     write_rows,
 )
 
-GUESSES = 0.5
+GUESSES = 0.6
 """Share of the products that the pupil guesses without the calculator."""
 MISTYPES = 0.35
 """Share of the calls with a wrong digit."""
-BELIEVES = 0.4
+BELIEVES = 0.45
 """Share of the results that he repeats as his answer; otherwise he guesses."""
 PLAYERS = {"forgetful": 0.6, "hears the last hint": 0.25, "careful": 0.15}
 """Shares of the players of the guessing game."""
