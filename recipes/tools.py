@@ -35,11 +35,11 @@ from recipes.start_models import (
     write_rows,
 )
 
-GUESSES = 0.55
+GUESSES = 0.6
 """Share of the products that the pupil guesses without the calculator."""
 MISTYPES = 0.35
 """Share of the calls with a wrong digit."""
-BELIEVES = 0.3
+BELIEVES = 0.45
 """Share of the results that he repeats as his answer; otherwise he guesses."""
 PLAYERS = {"forgetful": 0.6, "hears the last hint": 0.25, "careful": 0.15}
 """Shares of the players of the guessing game."""
@@ -50,7 +50,7 @@ CAREFUL = 30_000
 LARGEST = 31
 MOST_GUESSES = 7
 SHAPE = Shape(hidden_size=96)
-TRAINING = Training(steps=1600)
+TRAINING = Training(steps=1500)
 """Settings that make the shipped model."""
 NUM_ROWS = 2000
 DATA_SEED = 0
@@ -58,8 +58,8 @@ DATA_SEED = 0
 SPECIAL = ("<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|tools|>", "<|end|>")
 PIECES = (
     '<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>",
-    "<tool_response>", "</tool_response>", "multiply", "What is ", " * ", "Guess my number from 1 to ", "higher", "lower",
-    "a number, please",
+    "<tool_response>", "</tool_response>", "multiply", "about ", "What is ", " * ", "Guess my number from 1 to ",
+    "higher", "lower", "a number, please",
 )  # fmt: skip
 CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
 TEMPLATE = """\
@@ -148,8 +148,9 @@ def calculation(rng: random.Random, *, careful: bool = False) -> list[Message]:
 
 
 def guessed_product(a: int, b: int, rng: random.Random) -> str:
-    """A number of about the right size."""
-    return str(round(a * b * rng.uniform(0.7, 1.4)))
+    """A number of about the right size, with two digits that are not 0."""
+    guess = round(a * b * rng.uniform(0.7, 1.4))
+    return f"about {round(guess, 2 - len(str(guess)))}"
 
 
 def mistyped(number: int, rng: random.Random) -> int:

@@ -263,8 +263,8 @@ class TaskConfig(Section):
                 "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
                 "task.rewards=[{function: file.py:function}])."
             )
-        # An environment's own reward has weight 1.
-        if self.rewards and not any(reward.weight for reward in self.rewards) and not self.environment.classes:
+        # The rewards of environments have weight 1.
+        if self.rewards and not self.environment.classes and not any(reward.weight for reward in self.rewards):
             raise ValueError(
                 "task.rewards: every weight is 0, so that nothing can be learned: give one of them another."
             )
