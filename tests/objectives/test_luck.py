@@ -1,14 +1,14 @@
 """Luck of the environment: one seed for the episodes of a group, and luck of its own in every episode.
 
-The policy says a word, the environment tells whether it is lucky, which happens in half of the episodes, and the policy pulls
-arm A or B. Rewards at beta = 1 / ln 2, so that a reward of 1 is a factor of 2 in the target:
+The policy says a word, the environment tells whether it is lucky, as in half of the episodes, and the policy pulls arm A or
+B. Rewards at beta = 1 / ln 2, so that a reward of 1 is a factor of 2 in the target:
 
              arm A   arm B    target: pi_ref 2^r with pi_ref = 1/2      log2 Z
     lucky      4       2      16 : 4, so A has 4/5                      log2 (16/2 + 4/2) = log2 10
     not        0       0       1 : 1, so A has 1/2                      log2 (1/2 + 1/2) = 0
 
-There is one word, and what the environment tells is masked. A batch has every group of two episodes as often as it is likely,
-so that its loss and its gradient are the expected ones. The gradient is by the logit x of arm A, for which
+There is one word, and what the environment tells is masked. A batch has every group of two episodes as often as it is
+likely, so that its loss and its gradient are the expected ones. The gradient is by the logit x of arm A, for which
 d log pi(A) / dx = 1 - pi(A) and d log pi(B) / dx = -pi(A).
 """
 
@@ -50,8 +50,8 @@ def one_seed(episodes: list[Episode]) -> Groups:
 def answer(
     objective: Objective, groups: Groups, share: dict[str, float], flows: dict[str, float] | None = None
 ) -> tuple[float, dict[str, float]]:
-    """The loss in squared units of ln 2, and the gradient by both logits, of a policy that pulls A with these shares. `flows`:
-    log2 F of the states, "start" among them."""
+    """The loss in squared units of ln 2, and the gradient by both logits, of a policy that pulls A with these shares.
+    `flows`: log2 F of the states, "start" among them."""
     logit = {luck: torch.tensor(log(p / (1 - p)), dtype=torch.float64, requires_grad=True) for luck, p in share.items()}
     flows = flows or {"start": 0.0, "lucky": 0.0, "not": 0.0}
     episodes = [episode for group in groups for episode in group]
