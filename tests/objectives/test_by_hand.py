@@ -18,6 +18,7 @@ from tba.objectives.objective import Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO, generalised_advantages, step_advantages, token_rewards
 from tba.objectives.registry import OBJECTIVES
+from tba.objectives.subtrajectory_balance import SubTrajectoryBalance
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 from tba.types import Batch, Forward, Totals
 
@@ -180,6 +181,46 @@ def test_learned_log_z_is_one_number_per_prompt():
     got = answer(LearnedLogZ(), batch, PI * 2, beta=0.5, log_z=[1.0, 0.0])
     assert got.log_z == exactly([0.125, -0.125])
     assert got.log_pi == exactly([-0.25, -0.25, 0.375, -0.375, -0.375, 0.25])
+
+
+# ------------------------------------------------------------------------------------------------ subtrajectories
+# Two turns, a word of the environment between them: log-ratios 0 + 1 and +2. Reward 2 at beta 1/2: log F at the end 4.
+TURNS_PI = [[[-1.0, -1.0, -9.0, -1.0]]]
+TURNS_REF = [[[-1.0, -2.0, -0.1, -3.0]]]
+TURNS_MASK = [[[1, 1, 0, 1]]]
+
+
+def test_subtb_balances_every_stretch_of_turns():
+    # Values 1 and 1/2, log F = 2 and 1: rho_01 = 2 + 1 - 1 = 2, rho_12 = 1 + 2 - 4 = -1, rho_02 = 2 + 3 - 4 = 1.
+    # Weights 1/2, 1/2, 1/4 of 5/4: (2 + 1/2 + 1/4) / (5/4) = 2.2, times beta / 2.
+    # By log pi beta x: first turn (1/2 x 2 + 1/4) / (5/4) = 1, second (-1/2 + 1/4) / (5/4) = -1/5. By the values beta x:
+    # the first is in the stretches that begin with it, as its turn: 1; the second (-1/2 x 2 + 1/2 x -1) / (5/4) = -6/5.
+    batch = batch_of([[2.0]], behaviour=TURNS_PI, ref=TURNS_REF, mask=TURNS_MASK)
+    got = answer(SubTrajectoryBalance(decay=0.5), batch, TURNS_PI, beta=0.5, values=[[[1.0, 7.0, 7.0, 0.5]]])
+    assert got.loss == exactly(0.55)
+    assert got.log_pi == exactly([0.5, 0.5, 0.0, -0.1])
+    assert got.values == exactly([0.5, 0.0, 0.0, -0.6])
+
+
+def test_subtb_asks_nothing_where_every_turn_balances():
+    # log F = 1, + 1 = 2, + 2 = 4 = r / beta
+    batch = batch_of([[2.0]], behaviour=TURNS_PI, ref=TURNS_REF, mask=TURNS_MASK)
+    got = answer(SubTrajectoryBalance(), batch, TURNS_PI, beta=0.5, values=[[[0.5, 7.0, 7.0, 1.0]]])
+    assert got.loss == exactly(0.0)
+    assert got.log_pi + got.values == exactly([0.0] * 8)
+
+
+@pytest.mark.parametrize("decay", [0.5, 1.0])
+def test_subtb_of_one_turn_is_trajectory_balance_with_a_learned_log_z(decay):
+    # log Z = 1 is the value 1/2 before the first token. The state before it is the prompt, so that its responses have one
+    # value, whose gradients add up to that of log Z: -beta x 2 / 2 and +beta x 3 / 2.
+    batch = batch_of([[2.0, 0.0]], behaviour=PI, ref=REF)
+    got = answer(SubTrajectoryBalance(decay=decay), batch, PI, beta=0.5, values=[[[0.5, 7.0], [0.5]]])
+    want = answer(LearnedLogZ(), batch, PI, beta=0.5, log_z=[1.0])
+    assert got.loss == exactly(want.loss)
+    assert got.log_pi == exactly(want.log_pi)
+    assert got.values == exactly([-0.5, 0.0, 0.75])
+    assert sum(got.values) == exactly(want.log_z[0])
 
 
 # ------------------------------------------------------------------------------------------------ TBA'
@@ -514,7 +555,8 @@ def test_a_batch_without_any_weight_gives_zero(objective):
     assert got.log_pi == [0.0] * 5
 
 
-@pytest.mark.parametrize("objective", EVERY)
+# For subtb a word begins a turn; test_masked_tokens.py has it too.
+@pytest.mark.parametrize("objective", [own for own in EVERY if own.id != "subtb"])
 def test_tokens_that_the_policy_did_not_choose_count_nowhere(objective):
     # A tool's word in the middle of the first response and one at either end of the second, their log-probs unknown. The
     # word before the second response's first token begins its first step.

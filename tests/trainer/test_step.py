@@ -112,7 +112,7 @@ def heads_step(name: str, budget: Budget) -> TrainStep:
     return TrainStep(policy, objective, optimizer, budget=budget, temperature=0.7)
 
 
-@pytest.mark.parametrize("name", ["ppo", "tb_learned_z"])
+@pytest.mark.parametrize("name", ["ppo", "subtb", "tb_learned_z"])
 def test_gradients_of_critic_and_log_z_are_the_same_for_every_micro_batch_size(name):
     def all_gradients(responses: int, share: bool) -> torch.Tensor:
         budget = Budget(max_tokens=10_000, max_responses=responses, share_prompts=share)
