@@ -45,12 +45,12 @@ PLAYERS = {"forgetful": 0.6, "hears the last hint": 0.25, "careful": 0.15}
 """Shares of the players of the guessing game."""
 CALCULATIONS = 0.75
 """Share of the conversations that are calculations; games have more turns."""
-CAREFUL = 30_000
+CAREFUL = 24_000
 """Number of turns at the start that are all careful."""
 LARGEST = 31
 MOST_GUESSES = 7
 SHAPE = Shape(hidden_size=96)
-TRAINING = Training(steps=1500)
+TRAINING = Training(steps=1200)
 """Settings that make the shipped model."""
 NUM_ROWS = 2000
 DATA_SEED = 0

@@ -70,7 +70,6 @@ def test_step_environments_without_data_from_the_command(model, tmp_path):
     folder = RunFolder(tmp_path / "echo")
     before = folder.metrics.read_text()
     assert '"rewards/Echo/mean"' in before
-    assert "<|im_start|>user" in json.loads(folder.samples.read_text().splitlines()[0])["responses"][0]["text"]
     run_command([*TBA, "train", str(folder.path), "--resume", "--max-steps", "3"])
     assert folder.metrics.read_text().startswith(before)
     assert '"reward"' in run_command([*TBA, "evaluate", str(folder.path)]).stdout

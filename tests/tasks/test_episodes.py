@@ -11,11 +11,12 @@ from chat_families import family_tokenizer
 
 from tba.engine.native.engine import NativeEngine
 from tba.models.weights import make_weights
+from tba.searcher.loop import group_texts
 from tba.tasks.environments.chat_format import ChatFormat
 from tba.tasks.environments.episodes import EpisodeEngine, seed_of
 from tba.tasks.environments.host import EnvironmentSpec
 from tba.tasks.environments.workers import Environments
-from tba.types import Prompt, Request, Sampling
+from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
 
 TOKENIZER = family_tokenizer("qwen_2_5")
 STOP = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -113,6 +114,27 @@ def test_log_probs_of_an_episode_are_those_of_a_plain_pass(model, episodes_of):
         # Rewards of the steps add up under the class's name: a quarter for each turn that came to its end.
         ended = int((completion.token_ids[chosen] == STOP).sum())
         assert completion.episode.rewards == {"Echo": 0.25 * ended}
+
+
+def test_a_reader_of_a_run_sees_where_turns_end():
+    def text_of(mask):
+        ids = np.array([*TOKENIZER.encode("ab"), STOP, *TOKENIZER.encode("cd"), STOP], np.int32)
+        zeros, mask = np.zeros(len(ids), np.float32), np.array(mask)
+        completion = Completion(
+            prompt_id="p0",
+            sample_index=0,
+            token_ids=ids,
+            behaviour_log_probs=zeros,
+            policy_log_probs=zeros,
+            version_spans=((0, 0),),
+            finish="stop",
+        )
+        trajectory = Trajectory(completion=completion, rewards={}, log_ref=zeros, reference_version=0, loss_mask=mask)
+        (text,) = group_texts(TOKENIZER, TrajectoryGroup(id="a", prompt=prompt_of(0), trajectories=(trajectory,)))
+        return text
+
+    assert text_of([True, True, True, False, False, True]) == "ab<|im_end|>cd<|im_end|>"
+    assert text_of([True] * 6) == "abcd"  # a single response has none within it
 
 
 def test_turns_are_limited(model, episodes_of):
