@@ -56,7 +56,8 @@ STARTS = {
     "letter_counting": Start(),
     "palindrome_generation": Start(),
     "number_sorting": Start(options={"max_numbers": 5, "max_decimals": 0}),
-    "chain_sum": Start(options={"max_terms": 2, "max_digits": 2}),
+    "chain_sum": Start(options={"min_terms": 3, "max_terms": 3, "max_digits": 1}),
+    "gcd": Start(options={"max_value": 40}),
 }
 
 
