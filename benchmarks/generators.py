@@ -132,7 +132,7 @@ def learn(name: str, arguments: argparse.Namespace) -> str:
     )
     summary = train(config)
     (before, its_error), (after, own_error) = (
-        (summary[end][METRIC], summary[end][f"{METRIC}_standard_error"]) for end in ("start", "final")
+        (summary[end][METRIC], summary[f"{end}_standard_error"][METRIC]) for end in ("start", "final")
     )
     gain = (after - before) / hypot(its_error, own_error)
     return (

@@ -17,7 +17,7 @@ from math import log, log2
 
 import pytest
 import torch
-from test_by_hand import batch_of, exactly
+from test_by_hand import batch_of, exactly, flat
 
 from tba.objectives.objective import Objective
 from tba.objectives.subtrajectory_balance import SubTrajectoryBalance
@@ -66,7 +66,7 @@ def answer(
     forward = Forward(
         log_pi_N=torch.stack([token for tokens in log_pi for token in tokens]),
         # V = beta log F, which is log2 F at this beta.
-        values_N=torch.tensor([[flows["start"], 0.0, flows[luck]] for luck, _ in episodes]).double().flatten(),
+        values_N=flat([[[flows["start"], 0.0, flows[luck]] for luck, _ in episodes]]),
     )
     loss = objective(batch, forward, beta=BETA)
     gradients = torch.autograd.grad(loss.value, list(logit.values()))

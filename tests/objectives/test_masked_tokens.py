@@ -19,7 +19,7 @@ def answer(name: str, data: Data, *, stored: float, now: float) -> tuple[Tensor,
     """The loss, its metrics, and its gradients by all outputs at masked tokens. `stored` is what the batch has of these
     tokens, `now` what the model says."""
     batch, masked_N = data.batch, ~data.batch.loss_mask_N
-    fields = ("log_ref_N", "behaviour_N", "policy_N", "old_values_N")
+    fields = ("log_ref_N", "behaviour_N", "policy_N")
     batch = replace(batch, **{key: getattr(batch, key).masked_fill(masked_N, stored) for key in fields})
     outputs = [data.log_pi_N.masked_fill(masked_N, now), data.values_N.masked_fill(masked_N, now)]
     leaves = [output.requires_grad_() for output in outputs]

@@ -111,10 +111,9 @@ def test_log_probs_of_an_episode_are_those_of_a_plain_pass(model, episodes_of):
         np.testing.assert_allclose(completion.policy_log_probs[chosen], expected[chosen], atol=1e-4)
         np.testing.assert_allclose(completion.behaviour_log_probs[chosen], expected[chosen], atol=1e-4)
         assert (completion.policy_log_probs[~chosen] == 0).all()
-        # Rewards of the steps add up under the class's name: a quarter for each of three turns, if all had room.
-        turns = sum(message["role"] == "assistant" for message in completion.episode.messages)
-        ended = int(completion.finish == "stop")
-        assert completion.episode.rewards == ({"Echo": 0.25 * (turns - 1 + ended)} if turns - 1 + ended else {})
+        # Rewards of the steps add up under the class's name: a quarter for each turn that came to its end.
+        ended = int((completion.token_ids[chosen] == STOP).sum())
+        assert completion.episode.rewards == {"Echo": 0.25 * ended}
 
 
 def test_a_reader_of_a_run_sees_where_turns_end():

@@ -105,7 +105,7 @@ def test_scores_are_the_packages_and_come_from_a_reward_worker(sums, tmp_path):
 
 
 MORE = {
-    "tools": ("class T(Own):\n    @classmethod\n    def toolsets(cls, config): return [vf.Toolset()]", "tools"),
+    "tools": ("class T(Own):\n    @classmethod\n    def toolsets(cls, config): return ['search']", "tools"),
     "setup": ("class T(Own):\n    async def setup(self, trace, runtime): pass", "the method setup"),
     "container": ("class T(Own):\n    NEEDS_CONTAINER = True", "container"),
     "runtime": ("class T(Own):\n    @vf.reward\n    async def file(self, trace, runtime): return 1.0", "reward file"),

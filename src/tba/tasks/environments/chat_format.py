@@ -9,7 +9,7 @@ template would rewrite them: Qwen 3 leaves out the thoughts of earlier turns, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
@@ -47,6 +47,12 @@ class Reply:
     error: str | None
     """What is wrong with a call, for the policy to read."""
 
+    @property
+    def said(self) -> str:
+        """The turn's text without its thoughts: what a step environment gets."""
+        _, mark, said = str(self.message.get("content") or "").rpartition("</think>")
+        return said.strip() if mark else "" if "<think>" in said else said
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurnEnd:
@@ -81,6 +87,10 @@ class ChatFormat:
         self._has_response_template = not self._instructs and getattr(tokenizer, "response_template", None) is not None
         self._syntax = self._find_syntax() if self.tools else None
         self._control_ids = _control_ids(tokenizer)
+
+    def harmless(self, text: str) -> str:
+        """A text from outside, in which control tokens are words: an environment must not end a turn or begin another."""
+        return without_control_tokens(text, self.tokenizer)
 
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids of the prompt with the tools, up to the first token of the policy's turn."""
@@ -137,6 +147,15 @@ class ChatFormat:
         calls = [make_call(call) for call in written] if self.tools else []
         # Fields that are empty are left out, and templates want a content.
         return {**message, "content": message.get("content") or ""}, calls
+
+    def check_stops(self, stop_ids: Collection[int], *, role: str) -> None:
+        """Refuse an engine that would not stop at the end of a turn, which messages of this role follow."""
+        token = self._find_turn_end(role, "tool").token
+        if self.tokenizer.convert_tokens_to_ids(token) not in stop_ids:
+            raise ValueError(
+                f"the chat template of {_name(self.tokenizer)} ends turns by {token}, and the model does not stop there: "
+                "add its id to eos_token_id in generation_config.json."
+            )
 
     def _find_turn_end(self, role: str, name: str) -> TurnEnd:
         followed = self._after_dummy(role, name, [{"role": role, "name": name, "content": PROBE}])
@@ -195,6 +214,10 @@ class PlainFormat:
             raise ValueError(f"{_name(tokenizer)} has no chat template, which tools need: use a chat model.")
         self.tokenizer = tokenizer
 
+    def harmless(self, text: str) -> str:
+        """See ChatFormat."""
+        return without_control_tokens(text, self.tokenizer)
+
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids of the messages' texts, with the special tokens that the tokenizer puts first."""
         return np.array(encode(_texts(messages), self.tokenizer), np.int32)
@@ -217,6 +240,14 @@ def _result_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     # A policy can write half a character in a call (\\ud83d), and a tool sends it back: no tokenizer takes it.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return np.array(tokens_of(text, tokenizer, add_special_tokens=False), np.int32)
+
+
+def without_control_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text with a blank in each control token, so that it is tokenised as words: `< |im_end|>`."""
+    for token in _control_tokens(tokenizer):
+        if len(token) > 1 and token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

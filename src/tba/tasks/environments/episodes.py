@@ -136,12 +136,12 @@ class EpisodeEngine:
     def format_of(self, kind: str) -> ChatFormat | PlainFormat:
         """How conversations with an environment become tokens."""
         if kind not in self._formats:
-            tools = self.environments.ready.tools[kind]
-            self._formats[kind] = (
-                PlainFormat(self.tokenizer, tools)
-                if self.tokenizer.chat_template is None
-                else ChatFormat(self.tokenizer, tools, self._template)
-            )
+            ready = self.environments.ready
+            if self.tokenizer.chat_template is None:
+                self._formats[kind] = PlainFormat(self.tokenizer, ready.tools[kind])
+            else:
+                form = self._formats[kind] = ChatFormat(self.tokenizer, ready.tools[kind], self._template)
+                form.check_stops(self.engine.stop_ids, role="user" if kind in ready.steps else "tool")
         return self._formats[kind]
 
     def kind_of(self, prompt: Prompt) -> str:
@@ -350,6 +350,7 @@ class Turns:
     def _prompt(self, prompt: Prompt, told: str | None) -> Prompt:
         """The prompt with the tools, and with what the environment told at its reset."""
         kind = self._engine.kind_of(prompt)
+        told = None if told is None else self._engine.format_of(kind).harmless(told)
         messages = with_observation(prompt.text, told)
         ids = self._engine.format_of(kind).prompt_ids(messages)
         if len(ids) + self._sampling.max_new_tokens > self._engine.max_length:
@@ -374,7 +375,7 @@ class Turns:
         most = self._engine.max_turns
         goes_on = running.ended and (most is None or running.turns < most)
         if goes_on and steps:
-            self._environments.ask(running.key, "step", str(reply.message["content"]))
+            self._environments.ask(running.key, "step", reply.said)
         elif goes_on and (reply.calls or reply.error):
             self._call(running, reply)
         else:
@@ -394,8 +395,10 @@ class Turns:
             self._environments.ask(running.key, "finish")
             return
         running.trains = value.trains if steps else True
-        answers = answer_messages(running.messages[-1], [value.observation] if steps else value, steps=steps)
-        ids = self._engine.format_of(running.kind).next_turn_ids(answers, ended=running.ended)
+        form = self._engine.format_of(running.kind)
+        said = [form.harmless(text) for text in ([value.observation] if steps else value)]
+        answers = answer_messages(running.messages[-1], said, steps=steps)
+        ids = form.next_turn_ids(answers, ended=running.ended)
         limit = (running.request.sampling or self._sampling).max_new_tokens
         if running.length + len(ids) >= limit:
             # As in TRL: an answer that leaves no room is dropped, and the response ends before it.

@@ -266,8 +266,14 @@ def awaited(results: list[Any]) -> list[Any]:
         return results
     import asyncio  # few rewards need it, and every worker would wait for it
 
+    async def caught(call: Any) -> Any:
+        try:
+            return await call
+        except BaseException as error:  # `gather` itself would lose the line at which a call was cancelled
+            return error
+
     async def together() -> list[Any]:
-        return await asyncio.gather(*results, return_exceptions=True)
+        return await asyncio.gather(*map(caught, results))
 
     return _event_loop().run_until_complete(together())
 

@@ -45,7 +45,7 @@ class SingleTurnTasks:
         from verifiers.v1.utils.generic import concrete_type
 
         self._what = f"task.name=verifiers:{name}"
-        module = self._module(name)
+        module = self._imported(name)
         found = _classes(module, Taskset)
         if len(found) != 1:
             has = f"{len(found)} of them" if found else "none"
@@ -56,21 +56,19 @@ class SingleTurnTasks:
             self._taskset = kind(config)
         except Exception as error:  # a config of pydantic, and a user's class
             raise ValueError(f"task.settings.options={dict(options)}: {self._what} refuses them ({error}).") from None
-        self._kind = kind.task_type()
-        if reason := next(self._more_than_a_turn(module), None):
+        self._module, self._kind = module, kind.task_type()
+
+    def rows(self, most: int | None) -> list[Row]:
+        """The first tasks, in the taskset's order; None = all of them. Refuses those that take more than a turn."""
+        if most is None and not self._taskset.bounded:
+            raise ValueError(f"{self._what} has tasks without end: set task.settings.size.")
+        tasks = list(islice(self._taskset, most))
+        if reason := next(self._more_than_a_turn(tasks), None):
             raise ValueError(
                 f"{self._what}: {reason}. Only tasksets of one turn are scored here. The package's own program plays all "
                 "others, against an engine that `tba serve` serves (docs/serve.md)."
             )
-
-    def rows(self, most: int | None) -> list[Row]:
-        """The first tasks, in the taskset's order; None = all of them."""
-        if most is None and not self._taskset.bounded:
-            raise ValueError(f"{self._what} has tasks without end: set task.settings.size.")
-        return [
-            {"question": _messages(task.data), "task": task.data.model_dump(mode="json")}
-            for task in islice(self._taskset, most)
-        ]
+        return [{"question": _messages(task.data), "task": task.data.model_dump(mode="json")} for task in tasks]
 
     async def score(self, data: Mapping[str, Any], text: str) -> float:
         """The sum of the task's weighted rewards for a reply."""
@@ -79,7 +77,7 @@ class SingleTurnTasks:
         await task.score(trace)
         return float(trace.reward)
 
-    def _module(self, name: str) -> ModuleType:
+    def _imported(self, name: str) -> ModuleType:
         from verifiers.v1.utils.loaders import import_taskset
 
         if name.endswith(".py"):
@@ -92,12 +90,12 @@ class SingleTurnTasks:
     def _task(self, data: Mapping[str, Any]) -> Any:
         return self._kind(self._kind.data_type().model_validate(data), self._taskset.config.task)
 
-    def _more_than_a_turn(self, module: ModuleType) -> Iterator[str]:
-        """Reasons why a single reply cannot be scored."""
+    def _more_than_a_turn(self, tasks: Sequence[Any]) -> Iterator[str]:
+        """Reasons why single replies cannot be scored."""
         from verifiers.v1 import Env, Harness, Task
 
         for base, what in ((Env, "environment"), (Harness, "program for its agent")):
-            if own := _classes(module, base):
+            if own := _classes(self._module, base):
                 yield f"it comes with an own {what}, {own[0].__name__}"
         config = self._taskset.config
         if [*type(self._taskset).toolsets(config), *self._kind.toolsets(config.task)]:
@@ -106,19 +104,15 @@ class SingleTurnTasks:
             yield "its tasks run in a container"
         if own_hooks := [name for name in HOOKS if getattr(self._kind, name) is not getattr(Task, name)]:
             yield f"its tasks have the method {own_hooks[0]}, which works in a sandbox"
-        first = next(iter(self._taskset), None)
-        if first is None:
-            yield "it has no tasks"
-            return
-        rewards = [*first.hooks("reward"), *(judge.score for judge in first.plugged_judges())]
+        if any(task.data.prompt is None for task in tasks):
+            yield "a user opens its conversations: there is no prompt"
+        rewards = [*tasks[0].hooks("reward"), *(judge.score for judge in tasks[0].plugged_judges())] if tasks else []
         if not rewards:
-            yield "its tasks have no reward"
+            yield "its tasks have no reward" if tasks else "it has no tasks"
         for reward in rewards:
             runtime = inspect.signature(reward).parameters.get("runtime")
             if runtime is not None and runtime.default is inspect.Parameter.empty:
                 yield f"its reward {reward.__name__} reads a sandbox"
-        if first.data.prompt is None:
-            yield "its tasks have no prompt, for a user opens the conversation"
 
 
 def _classes(module: ModuleType, base: type) -> list[type]:
