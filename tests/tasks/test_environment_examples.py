@@ -52,10 +52,10 @@ def test_only_a_last_message_with_the_product_is_right():
 def test_a_game_pays_for_the_win_and_less_for_each_guess():
     made = Playground({"it": Kind.of("Guessing", guessing.Guessing)}, {}, copies=True)
     secret = random.Random(5).randint(1, 31)
-    assert made.start("it", {}, 5) == "Guess my number from 1 to 31."
-    assert made.step(str(secret - 1)) == ("higher", False)
-    assert made.step(str(secret + 1)) == ("lower", False)
-    assert made.step("seven") == ("a number, please", False)
+    assert made.start("it", {}, 5).observation == "Guess my number from 1 to 31."
+    assert made.step(str(secret - 1)).observation == "higher"
+    assert made.step(str(secret + 1)).observation == "lower"
+    assert made.step("seven").observation == "a number, please"
     assert made.step(f" {secret}").done
     assert made.finish().rewards == {"Guessing": pytest.approx(1.0 - 0.3)}  # three guesses before
     made.start("it", {}, 5)
