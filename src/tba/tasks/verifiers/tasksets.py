@@ -50,7 +50,7 @@ class SingleTurnTasks:
         if len(found) != 1:
             has = f"{len(found)} of them" if found else "none"
             raise ValueError(f"{self._what}: the module must export one Taskset by `__all__`, and it has {has}.")
-        kind = found[0]
+        kind: Any = found[0]
         try:
             config = (concrete_type(kind, TasksetConfig, origin=Taskset) or TasksetConfig)(id=name, **options)
             self._taskset = kind(config)
@@ -149,8 +149,8 @@ def _trace(task: Any, text: str) -> Any:
     about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     trace = Trace(task=about, agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))())
     thought, mark, reply = text.rpartition("</think>")
-    thought = thought.removeprefix("<think>").strip() if mark else None
-    said = AssistantMessage(content=reply.strip() if mark else reply, reasoning_content=thought)
+    reasoning = thought.removeprefix("<think>").strip() if mark else None
+    said = AssistantMessage(content=reply.strip() if mark else reply, reasoning_content=reasoning)
     messages = [*_messages(task.data), said]
     for place, message in enumerate(messages):
         parent = place - 1 if place else None
