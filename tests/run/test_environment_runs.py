@@ -41,7 +41,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_trl_environments_from_a_script(model, tmp_path, mode):
     def share_of_guesses(completions, environments, **columns):
         assert all(environment.secret in range(1, 10) for environment in environments)
@@ -62,6 +62,7 @@ def test_trl_environments_from_a_script(model, tmp_path, mode):
     assert all({"rewards/Guess/mean", "rewards/share_of_guesses/mean"} <= set(line) for line in steps)
 
 
+@pytest.mark.slow
 def test_step_environments_without_data_from_the_command(model, tmp_path):
     words = ["train", "--model", str(model), "--environment", f"{GAMES}:Echo", "mode=sync", "name=echo", "--max-steps"]
     small = ["train.responses_per_step=8", "train.samples_per_prompt=4", "generate.max_new_tokens=80"]
