@@ -129,6 +129,14 @@ def test_a_bad_setting_is_explained(override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["task.name=custom", "task.environment=game.py:Game", "objective.name=vineppo"],
+            "objective.name=vineppo continues responses from their middle",
+        ),
+        (
+            ["task.name=custom", "task.environment=game.py:Game", "search.explore.reference_share=0.5"],
+            "search.explore.reference_share is for responses of one turn",
+        ),
         (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
         (["replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -213,10 +214,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         # The first error alone: one wrong setting may break several rules.
-        for is_wrong, words in (*self._turns(), *self._devices(), *self._sizes(), *self._contradictions()):
+        rules = (self._turns(), self._devices(), self._sizes(), self._contradictions(), self._episodes())
+        for is_wrong, words in chain(*rules):
             if is_wrong:
                 raise ValueError(words)
         return self
+
+    def _episodes(self) -> Iterator[tuple[bool, str]]:
+        """Errors of what goes on from a prefix or generates beside the policy, where responses have environments."""
+        has_environment = self.task.environment.is_there
+        yield (
+            has_environment and self.objective.name == "vineppo",
+            "objective.name=vineppo continues responses from their middle, where an environment cannot be set back to: use "
+            "subtb, which gives credit for turns, or another objective.",
+        )
+        yield (
+            has_environment and self.search.explore.reference_share > 0.0,
+            "search.explore.reference_share is for responses of one turn, and task.environment gives several: leave it at 0.",
+        )
 
     def _turns(self) -> Iterator[tuple[bool, str]]:
         """Errors where searcher and trainer take turns in one process: (whether it is made, its message)."""

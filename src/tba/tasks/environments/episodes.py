@@ -29,7 +29,7 @@ from tba.tasks.environments.chat_format import ChatFormat, PlainFormat, Reply
 from tba.tasks.environments.host import Answer, EnvironmentSpec, EpisodeKey
 from tba.tasks.environments.playground import Finished
 from tba.tasks.environments.workers import Environments
-from tba.types import Completion, Episode, Finish, Prompt, Request, Sampling, Weights
+from tba.types import Completion, Episode, Finish, Prompt, Request, Sampling
 
 OPEN_PER_SLOT = 2
 """Episodes that may be open for each slot of the engine: as many wait for their environments as are generated."""
@@ -86,9 +86,6 @@ class EpisodeEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
-
-    def load(self, weights: Weights) -> None:
-        self.engine.load(weights)
 
     def close(self) -> None:
         """End the environments, with those of the clone."""
