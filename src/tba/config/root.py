@@ -230,7 +230,7 @@ class Config(Section):
         )
         yield (
             has_environment and self.search.explore.reference_share > 0.0,
-            "search.explore.reference_share is for responses of one turn, and task.environment gives several: leave it at 0.",
+            "search.explore.reference_share is for responses of one turn, and task.environment gives several: set 0.",
         )
 
     def _turns(self) -> Iterator[tuple[bool, str]]:
