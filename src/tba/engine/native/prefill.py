@@ -112,8 +112,7 @@ class PrefillQueue:
         """Read, if fewer than `count` responses wait."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
         if missing > 0 and not self.exhausted:
-            # Counted in prompts here: each brings samples_per_prompt responses.
-            self._read(max(self.read_ahead, -(-missing // self.samples_per_prompt)), version)
+            self._read(missing, version)
 
     def resumed(self) -> list[WaitingPrompt]:
         """Prompts up to the last whose response was taken out when it had tokens already."""
@@ -159,8 +158,10 @@ class PrefillQueue:
                 return True
         return False
 
-    def _read(self, num_prompts: int, version: int) -> None:
+    def _read(self, num_responses: int, version: int) -> None:
+        """Read so many responses, and `read_ahead` prompts at least. A turn of an episode is one response, not K."""
         found: list[WaitingPrompt] = []
+        count = 0
         for request in self.requests:
             # Nothing may start now, as under a pace limit; reading goes on at the next call.
             if request is None:
@@ -175,9 +176,10 @@ class PrefillQueue:
                     # Order of the requests, over the whole call: it decides who goes on where memory is short.
                     response.order = self._num_responses
                     self._num_responses += 1
+                count += len(responses)
                 found.append(WaitingPrompt(responses=deque(responses)))
             # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
-            if len(found) >= num_prompts or self.completed:
+            if (count >= num_responses and len(found) >= self.read_ahead) or self.completed:
                 break
         else:
             self.exhausted = True
