@@ -37,7 +37,7 @@ def test_the_pull_of_trajectory_balance_is_weaker_where_responses_are_long(name,
     ("overrides", "message"),
     [
         (["objective.name=grop"], "objective.name=grop is unknown: did you mean grpo"),
-        (["objective.name=xyz"], "choose one of tb, tb_learned_z, tba_prime"),
+        (["objective.name=xyz"], "choose one of tb, tb_learned_z, subtb, tba_prime"),
         (["objective.trust_regio=exact"], "unknown key objective.trust_regio for objective.name=tb: did you mean"),
         (["objective.name=rloo", "objective.clip=0.2"], "rloo takes beta."),
         (["objective.name=ppo", "objective.clip=2"], "objective.clip: Input should be less than 1, got 2"),
