@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tba.config import load_config
 from tba.observe.display import shown
 from tba.observe.files import Sinks, WriteFailures
 from tba.observe.metrics import (
@@ -16,6 +17,7 @@ from tba.observe.metrics import (
     reduce_metrics,
     standard_error,
 )
+from tba.observe.run_folder import RunFolder
 
 
 def test_parts_of_a_step_are_put_together_by_each_metrics_rule():
@@ -46,7 +48,7 @@ def test_a_metric_that_is_not_listed_is_refused():
     with pytest.raises(KeyError, match="not listed"):
         metric("surprise")
     with pytest.raises(KeyError, match="not listed"):
-        Sinks([], Path("."), WriteFailures()).write(0, {"surprise": 1.0})
+        Sinks(load_config(), RunFolder(Path(".")), WriteFailures()).write(0, {"surprise": 1.0})
 
 
 def test_the_metric_that_moved_is_the_first_beyond_its_noise():

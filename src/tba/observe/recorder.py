@@ -15,7 +15,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_message
-from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, make_sinks, one_line, write_json
+from tba.observe.files import RunOutcome, Sinks, WriteFailures, append_line, keep_lines, one_line, write_json
 from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
 from tba.observe.run_folder import RunFolder
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
@@ -218,7 +218,7 @@ class Recorder:
         self._listener = listener or RunListener()
         self.failures = WriteFailures()
         """Writes that failed; the run continues without them."""
-        self._sinks = make_sinks(config, folder, self.failures)
+        self._sinks = Sinks(config, folder, self.failures)
         self._samples = SampleLog(
             path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
         )
