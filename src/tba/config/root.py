@@ -26,9 +26,6 @@ from tba.config.sections import (
 )
 from tba.config.task import TaskConfig
 
-LONGEST_NAME = 200
-"""Bytes of the longest name of a run: file systems allow 255, and some files are named by it and more."""
-
 
 class Config(Section):
     """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
@@ -66,8 +63,9 @@ class Config(Section):
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
                 "folder that it lies in is output=..."
             )
-        if name is not None and (size := len(name.encode(errors="replace"))) > LONGEST_NAME:
-            raise ValueError(f"{name[:20]!r}... has {size} bytes, and {LONGEST_NAME} are allowed: give a shorter one.")
+        # File systems allow 255 bytes, and some files are named by the run and more.
+        if name is not None and (size := len(name.encode(errors="replace"))) > 200:
+            raise ValueError(f"{name[:20]!r}... has {size} bytes, and 200 are allowed: give a shorter one.")
         return name
 
     @field_validator("output")
@@ -214,35 +212,21 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         # The first error alone: one wrong setting may break several rules.
-        rules = (self._turns(), self._devices(), self._sizes(), self._contradictions(), self._episodes())
-        for is_wrong, words in chain(*rules):
+        for is_wrong, message in chain(self._roles(), self._numbers(), self._contradictions()):
             if is_wrong:
-                raise ValueError(words)
+                raise ValueError(message)
         return self
 
-    def _episodes(self) -> Iterator[tuple[bool, str]]:
-        """Errors of what goes on from a prefix or generates beside the policy, where responses have environments."""
-        has_environment = self.task.environment.is_there
-        yield (
-            has_environment and self.objective.name == "vineppo",
-            "objective.name=vineppo continues responses from their middle, where an environment cannot be set back to: use "
-            "subtb, which gives credit for turns, or another objective.",
-        )
-        yield (
-            has_environment and self.search.explore.reference_share > 0.0,
-            "search.explore.reference_share is for responses of one turn, and task.environment gives several: set 0.",
-        )
-
-    def _turns(self) -> Iterator[tuple[bool, str]]:
-        """Errors where searcher and trainer take turns in one process: (whether it is made, its message)."""
-        turns, mode, train = self.is_synchronous, self.mode, self.train
+    def _roles(self) -> Iterator[tuple[bool, str]]:
+        """Errors of how searcher and trainer run, and of their devices: (whether it is made, its message)."""
+        turns, mode, train, search = self.is_synchronous, self.mode, self.train, self.search
         yield (
             turns and train.publish_every != 1,
             f"train.publish_every={train.publish_every} makes no sense in {mode} mode, which gives the lag: leave it at 1.",
         )
         yield (
-            turns and self.search.count != 1,
-            f"search.num_searchers={self.search.count} needs mode=async: in {mode} mode one takes turns with the trainer.",
+            turns and search.count != 1,
+            f"search.num_searchers={search.count} needs mode=async: in {mode} mode one takes turns with the trainer.",
         )
         yield (
             turns and train.ranks != 1,
@@ -259,38 +243,34 @@ class Config(Section):
             mode == "fixed_lag" and self.replay.max_lag == 0,
             "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync.",
         )
-        share = self.search.explore.reference_share
+        share = search.explore.reference_share
         yield (
             mode == "fixed_lag" and share > 0,
             f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: use mode=async.",
         )
-        # A second copy is worth something on another node only.
-        # Without an address Ray starts on this machine: one node.
+        # A second copy is worth something on another node only. Without an address Ray starts on this machine: one node.
         on_cluster = self.runtime.kind == "ray" and self.runtime.address is not None
         yield (
             self.replay.durability == "node" and (turns or not on_cluster),
             "replay.durability=node keeps a second copy on another node, and this run has only one: use power, or "
             "mode=async with runtime.kind=ray and the runtime.address of a cluster.",
         )
-
-    def _devices(self) -> Iterator[tuple[bool, str]]:
-        """Devices that roles cannot have, because others place them or they are one process."""
-        own, devices = self.model.device, dict.fromkeys((self.model.device, *self.search.devices))
+        own, devices = self.model.device, dict.fromkeys((self.model.device, *search.devices))
         yield (
-            self.runtime.kind == "ray" and bool(self.search.devices),
+            self.runtime.kind == "ray" and bool(search.devices),
             "search.devices cannot be used with runtime.kind=ray, which places roles: leave it out, or use local.",
         )
         yield (
-            self.train.ranks > 1 and own not in ("auto", "cpu", "cuda", "cuda:0"),
-            f"model.device={own} is one device and train.ranks={self.train.ranks} want one each: use model.device=cuda.",
+            train.ranks > 1 and own not in ("auto", "cpu", "cuda", "cuda:0"),
+            f"model.device={own} is one device and train.ranks={train.ranks} want one each: use model.device=cuda.",
         )
         yield (
-            self.is_synchronous and len(devices) > 1,
-            f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, which is one process: "
+            turns and len(devices) > 1,
+            f"search.devices and model.device give {', '.join(devices)} to a run in {mode} mode, which is one process: "
             "leave search.devices out, or use mode=async.",
         )
 
-    def _sizes(self) -> Iterator[tuple[bool, str]]:
+    def _numbers(self) -> Iterator[tuple[bool, str]]:
         """Numbers that leave no room for one another."""
         replay, train, generate, rollout = self.replay, self.train, self.generate, self.samples_generated_per_prompt
         yield (
@@ -340,4 +320,14 @@ class Config(Section):
             best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0,
             f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out: raise it, or "
             "give task.eval_data.",
+        )
+        has_environment = self.task.environment.is_there
+        yield (
+            has_environment and self.objective.name == "vineppo",
+            "objective.name=vineppo continues responses from their middle, where an environment cannot be set back to: use "
+            "subtb, which gives credit for turns, or another objective.",
+        )
+        yield (
+            has_environment and self.search.explore.reference_share > 0.0,
+            "search.explore.reference_share is for responses of one turn, and task.environment gives several: set 0.",
         )

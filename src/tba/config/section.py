@@ -51,8 +51,6 @@ class Section(BaseModel):
         return value
 
 
-EngineName = Literal["native", "vllm", "transformers"]
-
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""
 
@@ -155,8 +153,8 @@ class Schedule(Section):
     def ends(self) -> tuple[float, float]:
         """Value after warm-up and value at the end."""
         # An unset end is 0 for everything that changes.
-        constant = self.start if self.kind == "constant" else 0.0
-        return self.start, constant if self.end is None else self.end
+        end = self.start if self.kind == "constant" else 0.0
+        return self.start, end if self.end is None else self.end
 
     def at(self, step: int, *, progress: float) -> float:
         """Value for optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""

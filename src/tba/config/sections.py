@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.section import Device, EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
+from tba.config.section import Device, LocalPath, OnOff, Schedule, Section, check_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
@@ -21,10 +21,6 @@ DEFAULT_STEPS = 200
 """Optimizer steps of a run for which neither steps nor seconds are given."""
 CUT_OFF_REWARD = -1.0
 """Reward of a cut-off response under truncated=penalise."""
-LARGEST_RATE = 1.0
-"""Largest learning rate: AdamW moves every weight by up to the rate in each step, and weights are smaller than 1."""
-
-
 AdamBeta = Annotated[float, Field(ge=0.0, lt=1.0)]
 """Decay rate of an average: share of the old value that stays."""
 
@@ -76,7 +72,7 @@ class ModelConfig(Section):
 class GenerateConfig(Section):
     """How responses are generated."""
 
-    engine: EngineName = "native"
+    engine: Literal["native", "vllm", "transformers"] = "native"
     """Engine that generates: native = our own decoder, many responses side by side; vllm = vLLM inside the searcher's
     process, for models that the native engine does not know (extra `tba-rl[vllm]`; it has random numbers of its own);
     transformers = the forward pass and cache of transformers, one prompt at a time, slower, for models that neither
@@ -316,13 +312,6 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
 
-    @model_validator(mode="after")
-    def _limit_steps(self) -> TrainConfig:
-        if self.max_steps is None and self.max_seconds is None:
-            # Past Pydantic's own __setattr__: the section is frozen.
-            object.__setattr__(self, "max_steps", DEFAULT_STEPS)  # and it still counts as unset
-        return self
-
     @property
     def prompts_per_step(self) -> int:
         """P = responses_per_step / samples_per_prompt."""
@@ -335,18 +324,21 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        if self.max_steps is None and self.max_seconds is None:
+            # Past Pydantic's own __setattr__: the section is frozen.
+            object.__setattr__(self, "max_steps", DEFAULT_STEPS)  # and it still counts as unset
         for rate in () if self.learning_rate is None else self.learning_rate.ends:
-            if not 0.0 <= rate <= LARGEST_RATE:
+            # AdamW moves every weight by up to the rate in each step, and weights are smaller than 1.
+            if not 0.0 <= rate <= 1.0:
                 raise ValueError(
-                    f"train.learning_rate={rate:g} is not between 0 and {LARGEST_RATE:g}: language models learn at 1e-7 to "
-                    "1e-3. Leave it unset (auto) to have it found, or write one of these."
+                    f"train.learning_rate={rate:g} is not between 0 and 1: language models learn at 1e-7 to 1e-3. Leave it "
+                    "unset (auto) to have it found, or write one of these."
                 )
         if self.responses_per_step % self.samples_per_prompt:
-            lower = self.responses_per_step // self.samples_per_prompt * self.samples_per_prompt
+            samples, lower = self.samples_per_prompt, self.prompts_per_step * self.samples_per_prompt
             raise ValueError(
                 f"train.responses_per_step={self.responses_per_step} is not divisible by "
-                f"train.samples_per_prompt={self.samples_per_prompt}: use "
-                f"{lower or self.samples_per_prompt} or {lower + self.samples_per_prompt}."
+                f"train.samples_per_prompt={samples}: use {lower or samples} or {lower + samples}."
             )
         return self
 

@@ -182,8 +182,8 @@ def check_sinks(config: Config) -> None:
 
 
 class Sinks:
-    """Where the metrics of a run go, one record per step: metrics.jsonl always, TensorBoard (`tensorboard --logdir runs`) and
-    W&B where observe.sinks names them. A sink that cannot be written is reported once.
+    """Where the metrics of a run go, one record per step: metrics.jsonl always, TensorBoard (`tensorboard --logdir runs`)
+    and W&B where observe.sinks names them. A sink that cannot be written is reported once.
 
     metrics.jsonl has one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
     JSON has no numbers for. WANDB_MODE=offline keeps everything of W&B in the run folder."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_message
@@ -33,14 +33,9 @@ KEPT_TIMES = 10_000
 """Number of steps whose time is remembered."""
 SAMPLES_EVERY = 20
 """Steps between two entries of samples.jsonl."""
-PACE_STEP = 4
-"""Step at which a run that is far from done reports how long it will take."""
-FAR_SECONDS = 600.0
-"""Time left from which on it is far from done."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PastLine:
+class PastLine(NamedTuple):
     """A line of metrics.jsonl from before a run was resumed, with what a listener heard of it then.
 
     PastLine(step=20, metrics={"loss": 0.1, "reward": 0.5}, is_evaluation=False)
@@ -92,11 +87,11 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     """The lines of metrics.jsonl, but for a last one that a killed process left unfinished: null in there is NaN again."""
     if not folder.metrics.is_file():
         return []
-    found = []
+    found, prefix = [], f"eval/{config.task.label}/"
     # Behind the last line feed there is nothing, or half a line.
     for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            record, prefix = json.loads(text), _evaluated_as(config)
+            record = json.loads(text)
         except ValueError:
             raise ValueError(
                 f"{folder.metrics} line {number} is damaged, it is no JSON: remove the line, or move the file away."
@@ -106,11 +101,6 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
         own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
         found.append(PastLine(step=step, metrics=own or line, is_evaluation=bool(own)))
     return found
-
-
-def _evaluated_as(config: Config) -> str:
-    """Beginning of the names of an evaluation's metrics."""
-    return f"eval/{config.task.label}/"
 
 
 @dataclass
@@ -164,23 +154,15 @@ class SampleLog:
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self.reward(trajectory) for trajectory in group.trajectories]
         # A set, since with equal rewards the best and the worst are one response.
-        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
-        record = {
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "version": group.version,
-            "prompt": group.prompt.text,
-            "responses": [
-                {
-                    "text": texts[i],
-                    "reward": _null_for_nan(rewards[i]),
-                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
-                    "tokens": len(group.trajectories[i].completion.token_ids),
-                    "finish": group.trajectories[i].completion.finish,
-                }
-                for i in chosen
-            ],
-        }
+        responses = []
+        for i in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
+            completion, own = group.trajectories[i].completion, group.trajectories[i].rewards
+            known = {name: None if math.isnan(value) else value for name, value in own.items()}
+            reward = {"reward": None if math.isnan(rewards[i]) else rewards[i], "rewards": known}
+            length = {"tokens": len(completion.token_ids), "finish": completion.finish}
+            responses.append({"text": texts[i], **reward, **length})
+        of_group = {"prompt_id": group.prompt.id, "version": group.version, "prompt": group.prompt.text}
+        record = {"step": step, **of_group, "responses": responses}
         append_line(self.path, json.dumps(record, ensure_ascii=False))
 
     def reward(self, trajectory: Trajectory) -> float:
@@ -219,9 +201,8 @@ class Recorder:
         self.failures = WriteFailures()
         """Writes that failed; the run continues without them."""
         self._sinks = Sinks(config, folder, self.failures)
-        self._samples = SampleLog(
-            path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
-        )
+        cut_off = config.train.cut_off_reward
+        self._samples = SampleLog(path=folder.samples, reward_weights=reward_weights, cut_off_reward=cut_off)
         self._closed = False
         self._last_sample: int | None = None
         self.began = time.perf_counter()
@@ -294,7 +275,6 @@ class Recorder:
         return int(10 * self.progress) > int(10 * self._progress_before)
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether the weights of this step, the last, are to be evaluated."""
         return self.config.evaluation_due(step, progress=self.progress, before=self._progress_before)
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
@@ -303,8 +283,7 @@ class Recorder:
             rewards = [self._samples.reward(trajectory) for trajectory in group.trajectories]
             self._signal.count(group, rewards, lambda: self._decode(group))
             self._progress.no_signal = self._signal.warning
-        due = bool(group.trajectories) and (self._last_sample is None or step - self._last_sample >= SAMPLES_EVERY)
-        if due:
+        if group.trajectories and (self._last_sample is None or step - self._last_sample >= SAMPLES_EVERY):
             self._last_sample = step
             with self.failures.tolerated("samples in", self.folder.samples):
                 self._samples.write(step, group, self._decode(group))
@@ -317,8 +296,7 @@ class Recorder:
         self.steps = step
         self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
-        note = self._beta.step(step, metrics)
-        if note is not None:
+        if (note := self._beta.step(step, metrics)) is not None:
             self.note(note)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
@@ -331,7 +309,12 @@ class Recorder:
         if step % thinning(step) == 0 or self.progress >= 1.0:
             self._log(step)
         self._progress.step(step, metrics)
-        self._report_pace()
+        # Once, early: how long a run will take that is far from done.
+        if not self._warned_of_pace and step >= 4 and (left := self.seconds_left) is not None and self.pace is not None:
+            self._warned_of_pace = True
+            if left > 600.0:
+                waited, steps = self._stability.summary().get("waited", 0.0), step + round(left / max(self.pace, 1e-9))
+                self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
     def _log(self, step: int) -> None:
         """Write a line of the steps since the one before."""
@@ -346,16 +329,6 @@ class Recorder:
         self.step_done(self.steps)
         self._read_clock(self.steps)
         self._log(self.steps)
-
-    def _report_pace(self) -> None:
-        """Say once, early, how long a run will take that is far from done."""
-        left, pace = self.seconds_left, self.pace
-        if self._warned_of_pace or self.steps < PACE_STEP or left is None or pace is None:
-            return
-        self._warned_of_pace = True
-        if left > FAR_SECONDS:
-            waited, steps = self._stability.summary().get("waited", 0.0), self.steps + round(left / max(pace, 1e-9))
-            self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
     def note(self, message: str) -> None:
         """A line that stays on the screen."""
@@ -373,7 +346,7 @@ class Recorder:
 
     def _add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        values = {f"{_evaluated_as(self.config)}{name}": value for name, value in metrics.items()}
+        values = {f"eval/{self.config.task.label}/{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
 
     def saved(self, step: int, wait: Callable[[], None]) -> None:
@@ -473,8 +446,8 @@ class Recorder:
             "start": dict(first.values),
             "final": dict(last.values),
             "final_step": self.evaluations[-1][0] if self.evaluations else None,
+            # Empty steps have no lag and have added nothing to the sum.
             "lag": {
-                # Empty steps have no lag and have added nothing to the sum.
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
             },
@@ -501,7 +474,6 @@ class Recorder:
         return Curve(name, [(step, metrics[name]) for step, metrics in found], errors)
 
     def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
-        """Write summary.json, close everything and return the summary."""
         # The summary first: closing may hang on a logger's network, and a run without a summary has not ended.
         summary = self.write_summary(outcome, error)
         self.close()
@@ -527,7 +499,3 @@ def thinning(step: int) -> int:
     """Number of steps to a line of metrics.jsonl, so that long runs do not fill the disk: 1 below step 10,000, 10 below
     100,000, then 100."""
     return 10 ** max(0, len(str(step)) - 4)
-
-
-def _null_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -28,21 +28,21 @@ from tba.trl.translate import translated
 logger = logging.getLogger("tba")
 
 
+@dataclasses.dataclass(eq=False)
 class Unset:
     """Default of a field that was not given; it is shown as TRL's default."""
 
-    def __init__(self, shown: Any) -> None:
-        self.shown = shown
+    shown: Any
 
     def __repr__(self) -> str:
         return str(self.shown)
 
 
+@dataclasses.dataclass(eq=False)
 class _Setting:
     """An attribute that is read from the run where it was not given."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    place: str
 
     def __get__(self, args: TBAConfig | None, owner: type) -> Any:
         if args is None:
@@ -57,42 +57,32 @@ class _Section(_Setting):
         args.__dict__[self.place] = value
 
 
-def _defaults() -> dict[str, Any]:
-    """TRL's default of every field."""
-    # From the installed transformers: its defaults change between versions.
-    own = dataclasses.fields(TrainingArguments)
-    found = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
-    return {**found, **dict.fromkeys(GRPO_UNSET), **GRPO_DEFAULTS}
-
-
-DEFAULTS = _defaults()
+# From the installed transformers: its defaults change between versions.
+_of_transformers = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+DEFAULTS: dict[str, Any] = {
+    **{n: f.default_factory() if callable(f.default_factory) else f.default for n, f in _of_transformers.items()},
+    **dict.fromkeys(GRPO_UNSET),
+    **GRPO_DEFAULTS,
+}
+"""TRL's default of every field."""
 TRUE = {name for name, default in DEFAULTS.items() if default is True} - {"gradient_checkpointing"}
 """Names of what is True in TRL and here, or ignored: a parser has --no_NAME for a field whose default is True itself."""
-
-
 TYPES: dict[str, Any] = {
     **{name: type(value) for name, value in GRPO_DEFAULTS.items()},
     **GRPO_UNSET,
     **get_type_hints(TrainingArguments),
 }
 """Type of every field."""
-
-
-def _fields() -> list[tuple[str, Any, Any]]:
-    """Name, type and default of the dataclass's fields."""
-    helps = {field.name: field.metadata.get("help") for field in dataclasses.fields(TrainingArguments)}
-    found = []
-    for name, default in DEFAULTS.items():
-        # A parser gives the default itself where nothing was given: Unset marks it, a plain value could not.
-        shown = default if default is None or name in TRUE else Unset(default)
-        message = {"help": helps.get(name) or SETTINGS.get(name, "Ignored.")}
-        found.append((name, TYPES[name], dataclasses.field(default=shown, metadata=message)))
-    return found
-
-
+_fields = []
+for _name, _default in DEFAULTS.items():
+    # A parser gives the default itself where nothing was given: Unset marks it, a plain value could not.
+    _shown = _default if _default is None or _name in TRUE else Unset(_default)
+    _own = _of_transformers.get(_name)
+    _help = {"help": (_own and _own.metadata.get("help")) or SETTINGS.get(_name, "Ignored.")}
+    _fields.append((_name, TYPES[_name], dataclasses.field(default=_shown, metadata=_help)))
 # TBAConfig has an __init__ of its own: that of TrainingArguments would set up devices.
 _Arguments: Any = dataclasses.make_dataclass(
-    "_Arguments", _fields(), bases=(TrainingArguments,), init=False, repr=False, eq=False
+    "_Arguments", _fields, bases=(TrainingArguments,), init=False, repr=False, eq=False
 )
 for _name, _default in DEFAULTS.items():
     # make_dataclass has put the Unset defaults there: reading an attribute must give a real value.
@@ -111,17 +101,16 @@ class TBAConfig(_Arguments):
         self._ignored: list[str] = []
         """The settings that were last reported as ignored."""
         given = {"output_dir": output_dir, **given}
-        unknown = [name for name in given if name not in DEFAULTS and name not in Config.model_fields]
-        if unknown:
-            close = difflib.get_close_matches(unknown[0], [*DEFAULTS, *Config.model_fields], n=1, cutoff=0.8)
+        known = [*DEFAULTS, *Config.model_fields]
+        if unknown := next((name for name in given if name not in known), None):
+            close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else "docs/from_trl.md has TRL's names, `tba config` ours."
-            raise ConfigError(f"TBAConfig has no argument {unknown[0]}: {hint}")
+            raise ConfigError(f"TBAConfig has no argument {unknown}: {hint}")
         # dataclasses.replace and copies pass every field as it reads: what was given can no longer be told.
         is_copy = given.keys() >= DEFAULTS.keys() and not any(isinstance(value, Unset) for value in given.values())
         if is_copy:
-            logger.warning(
-                "all fields are given, as by dataclasses.replace: those with TRL's default count as left out."
-            )
+            message = "all fields are given, as by dataclasses.replace: those with TRL's default count as left out."
+            logger.warning(message)
         for name, value in given.items():
             value = _checked(name, value)
             is_default = (is_copy or name in TRUE) and value == DEFAULTS.get(name)
@@ -176,10 +165,11 @@ class TBAConfig(_Arguments):
         # Resolved many times (attributes are read from it): the warning comes once for each list.
         if ignored and ignored != self._ignored:
             self._ignored = ignored
+            names, name = ", ".join(ignored), config.objective.name
             message = (
                 "ignored: %s. They concern TRL's own loop, or mean nothing for the objective %s (docs/from_trl.md)."
             )
-            logger.warning(message, ", ".join(ignored), config.objective.name)
+            logger.warning(message, names, name)
         return config
 
     @property

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,15 @@ def translated(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[
         raise
     except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
         load_config(None, (), **{name: value for name, value in given.items() if name in Config.model_fields})
+        wrong = []
         # The one without which the others can be used, where there is one, is named alone.
-        others = {name: {other: own for other, own in given.items() if other != name} for name in given}
-        wrong = [name for name in given if _can_be_used(others[name], num_rows)] or list(given)
-        values = " or ".join(f"{name}={given[name]!r:.80}" for name in wrong)
+        for name in given:
+            with suppress(TypeError, ValueError, ArithmeticError):
+                others = {other: value for other, value in given.items() if other != name}
+                _sections(others, num_rows=num_rows, ignored=[])
+                wrong.append(name)
+        values = " or ".join(f"{name}={given[name]!r:.80}" for name in wrong or given)
         raise ConfigError(f"{values} cannot be used ({error}): docs/from_trl.md says what each name sets.") from error
-
-
-def _can_be_used(given: Mapping[str, Any], num_rows: int | None) -> bool:
-    try:
-        _sections(given, num_rows=num_rows, ignored=[])
-    except (TypeError, ValueError, ArithmeticError):
-        return False
-    return True
 
 
 def _sections(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[str]) -> dict[str, Any]:
@@ -172,7 +169,7 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
 
 
 class Steps:
-    """How many responses a step has, how many steps the run, and how many an epoch."""
+    """Number of responses in a step, of steps in the run, and of steps in an epoch."""
 
     def __init__(self, given: Mapping[str, Any], own: Mapping[str, Any], num_rows: int | None) -> None:
         train = own.get("train") or {}
@@ -182,16 +179,18 @@ class Steps:
             raise ConfigError(
                 f"num_generations={self.samples}: a prompt needs 1 response at least, and most objectives 2."
             )
-        # None = no batch size was given: our default, rounded to whole groups.
-        self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
-        responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
+        self.responses = self._responses(int(train.get("ranks", 1)))
+        if self.responses is None and "num_generations" in given:
+            # Our 128 need not be a multiple of the group size that was given: the nearest number that is one.
+            self.responses = self.samples * max(1, round(DEFAULTS.responses_per_step / self.samples))
+        responses = int(train.get("responses_per_step", self.responses or DEFAULTS.responses_per_step))
         prompts = max(1, responses // self.samples)
         updates = int(train.get("updates_per_batch", given.get("num_iterations", DEFAULTS.updates_per_batch)))
         # Each batch of prompts is trained `updates` times, and each time is a step.
         self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that draw every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
-        self._is_timed = train.get("max_seconds") is not None
+        self.is_timed = train.get("max_seconds") is not None
         # Order as in transformers: max_steps wins over num_train_epochs; -1 = not given.
         self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
         if epochs is not None and not 0 < epochs < math.inf:
@@ -199,20 +198,17 @@ class Steps:
         if self.max_steps is None and epochs is not None and self.per_epoch is not None:
             self.max_steps = max(1, math.ceil(epochs * self.per_epoch))
 
-    @staticmethod
-    def _default(samples: int) -> int:
-        """Our default, or the nearest number that holds whole groups."""
-        return samples * max(1, round(DEFAULTS.responses_per_step / samples))
-
-    def _responses(self, given: Mapping[str, Any], *, ranks: int) -> int | None:
-        batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
-        if batch is None and accumulated is None:
-            return given.get("generation_batch_size")
-        for name, value in (("per_device_train_batch_size", batch), ("gradient_accumulation_steps", accumulated)):
-            if value is not None and value < 1:
+    def _responses(self, ranks: int) -> int | None:
+        """Responses in a step; None = no batch size was given."""
+        # TRL's defaults count as soon as one of the two is given.
+        sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        if self._given.keys().isdisjoint(sizes):
+            return self._given.get("generation_batch_size")
+        sizes = {name: self._given.get(name, default) for name, default in sizes.items()}
+        for name, value in sizes.items():
+            if value < 1:
                 raise ConfigError(f"{name}={value} leaves no response to train on: write 1 or more.")
-        # 8 and 1 are TRL's defaults, which count as soon as one of the two is given.
-        responses = (8 if batch is None else batch) * (1 if accumulated is None else accumulated) * ranks
+        responses = math.prod(sizes.values()) * ranks
         if responses % self.samples:
             raise ConfigError(
                 f"per_device_train_batch_size x gradient_accumulation_steps = {responses} responses of a step do not hold "
@@ -223,18 +219,12 @@ class Steps:
     @property
     def length(self) -> int:
         """Number of steps of the run, for shares of it."""
-        if self.max_steps is None and self._is_timed:
+        if self.max_steps is None and self.is_timed:
             raise ConfigError(
                 "train.max_seconds leaves the number of steps open, and save_steps, eval_steps or warm-up is "
                 "a share of it: give a number of steps there, or max_steps."
             )
         return self.max_steps or DEFAULT_STEPS
-
-    @property
-    def most(self) -> int:
-        """As many steps as the run can have."""
-        # For limits such as keep_checkpoints: a timed run has no number of steps.
-        return self.max_steps or (sys.maxsize if self._is_timed else DEFAULT_STEPS)
 
     def of(self, name: str, value: float) -> int:
         """A number of steps; below 1 it is a share of the run."""
@@ -242,9 +232,7 @@ class Steps:
             raise ConfigError(
                 f"{name}={value} is no number of steps: write a whole one, or a share of the run, 0 to 1."
             )
-        if value >= 1:
-            return int(value)
-        return max(1, math.ceil(value * self.length))
+        return int(value) if value >= 1 else max(1, math.ceil(value * self.length))
 
     def every(self, what: str, *, default: float) -> int | None:
         """Steps between two events, `save` or `eval`: by their strategy `no` = None, `epoch` or `steps`."""
@@ -256,15 +244,8 @@ class Steps:
         return self.of(f"{what}_steps", steps if steps is not None else default)
 
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if self.responses is not None:
-            found["train.responses_per_step"] = self.responses
-        elif "num_generations" in self._given:
-            # Our 128 need not be a multiple of the group size that was given.
-            found["train.responses_per_step"] = self._default(self.samples)
-        if self.max_steps is not None:
-            found["train.max_steps"] = self.max_steps
-        return found
+        found = {"train.responses_per_step": self.responses, "train.max_steps": self.max_steps}
+        return {place: value for place, value in found.items() if value is not None}
 
 
 def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict[str, Any]:
@@ -306,7 +287,9 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
     """Checkpoints, evaluations, logs."""
     limit = given.get("save_total_limit", 0)
     logging = 500 if given.get("logging_steps") is None else steps.of("logging_steps", given["logging_steps"])
-    found: dict[str, Any] = {"train.keep_checkpoints": limit if limit > 0 else steps.most}  # as many as can be
+    # As many as can be; a timed run has no number of steps.
+    most = steps.max_steps or (sys.maxsize if steps.is_timed else DEFAULT_STEPS)
+    found: dict[str, Any] = {"train.keep_checkpoints": limit if limit > 0 else most}
     if "save_strategy" in given or "save_steps" in given:
         # The best checkpoint is kept by every run, so `best` needs no interval.
         is_best = _strategy(given, "save_strategy") == "best"
