@@ -1,6 +1,5 @@
 """Metrics: how parts are put together, standard errors, names that are not listed."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tba.observe.files import Sinks, WriteFailures
 from tba.observe.metrics import (
     Evaluation,
     mean_metrics,
-    mean_over_steps,
     metric,
     moving_metric,
     reduce_metrics,
@@ -58,9 +56,3 @@ def test_the_metric_that_moved_is_the_first_beyond_its_noise():
     assert moving_metric([start, {**end, "accuracy": 0.1}]) == "accuracy"
     assert moving_metric([start, start]) == "accuracy"
     assert moving_metric([]) == moving_metric([{}]) == ""
-
-
-def test_a_step_in_which_a_reward_was_not_applicable_is_left_out_of_its_mean():
-    name, nan = "rewards/rare/mean", math.nan
-    assert mean_over_steps([{name: 1.0}, {name: nan}, {name: 0.5}, {}]) == {name: 0.75}
-    assert math.isnan(mean_over_steps([{name: nan}, {name: nan}])[name])

@@ -86,7 +86,7 @@ def test_by_default_a_healthy_checkpoint_comes_every_tenth_of_the_run(make_healt
 def test_of_a_run_by_seconds_it_comes_with_tenths_of_them_that_are_at_least_twenty_steps_apart(make_health):
     health, now = make_health("train.max_steps=null", "train.max_seconds=100"), [0.0]
     health.recorder.clock.now = lambda: now[0]
-    health.recorder.training_starts()
+    health.recorder.clock.start()
 
     def tick() -> None:
         now[0] += 0.6

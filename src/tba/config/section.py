@@ -30,19 +30,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_switches_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads yes and on as true, which Pydantic would take for the number 1."""
+    def _refuse_slips_of_yaml(cls, value: Any, info: ValidationInfo) -> Any:
         # One level of the type: `int | None` shows its parts here.
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = {annotation, *get_args(annotation)}
+        # YAML reads yes and on as true, which Pydantic would take for the number 1.
         if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
             raise ValueError(f"a number is needed, got {str(value).lower()} (YAML reads yes, no, on and off so).")
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_what_is_no_text(cls, value: Any) -> Any:
-        """No path or file can hold these two, and YAML makes them of a backslash in double quotes."""
+        # No path or file can hold these two, and YAML makes them of a backslash in double quotes.
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             raise ValueError(
                 f"{value!r} has a character that no file can hold (in double quotes YAML reads \\ as the start of one): "
@@ -55,19 +50,14 @@ OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isins
 """YAML 1.1 reads on and off as true and false."""
 
 
-def check_device(name: str, *, also: str = "") -> None:
-    """Refuse what is no device by its name; `also` are names that may stand there besides."""
+def checked_device(name: str, *, also: str = "") -> str:
+    """A device by one name only: cuda is cuda:0. `also` are names that may stand there besides."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device {name!r} is not known: write {also}cpu, cuda or cuda:1, as PyTorch names them.")
-
-
-def _device(name: str) -> str:
-    """A device by one name only: cuda is cuda:0."""
-    check_device(name)
     return "cuda:0" if name == "cuda" else name
 
 
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[str, AfterValidator(checked_device)]
 """A device as PyTorch names it."""
 
 
@@ -166,7 +156,7 @@ class Schedule(Section):
             return self.start * (step + 1) / self.warmup_steps
         if self.kind == "constant":
             return self.start
-        end = 0.0 if self.end is None else self.end
+        end = self.end or 0.0
         # Shares of `steps`, or of the run, whose number of steps need not be known.
         share, one_step = progress, progress / max(1, step)
         if self.steps is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.section import Device, LocalPath, OnOff, Schedule, Section, check_device, number_or
+from tba.config.section import Device, LocalPath, OnOff, Schedule, Section, checked_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
@@ -58,7 +58,7 @@ class ModelConfig(Section):
     @classmethod
     def _check_device(cls, device: str) -> str:
         if device != "auto":
-            check_device(device, also="auto, ")
+            checked_device(device, also="auto, ")  # the name stays as it was written
         return device
 
     @model_validator(mode="before")

@@ -1,6 +1,5 @@
-"""The display of a run. While it runs: evaluations, reward, lag, speed, and which role waits for which. At its end: a table
-of before and after, the steadiness of the run, its curve, and the first setting to change if it went badly.
-"""
+"""The display of a run. While it runs: evaluations, reward, lag, speed, and which role waits for which. At its end: a
+table of before and after, the steadiness of the run, its curve, and the first setting to change if it went badly."""
 
 from __future__ import annotations
 

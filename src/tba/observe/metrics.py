@@ -13,39 +13,26 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from statistics import stdev
-from typing import Literal, cast
+from typing import NamedTuple
 
-Reduction = Literal["mean", "rms", "sum", "max", "last"]
 STANDARD_ERROR = "_standard_error"
 """Ending of the name of a standard error: an evaluation's `accuracy_standard_error` belongs to its `accuracy`."""
 COUNT = "num_"
 """Beginning of the name of a count: an evaluation's `num_prompts` says what its means are over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A metric that the program may write.
-
-    Metric(name="kl", unit="nats per response", reduction="mean", meaning="...")
-    """
+class Metric(NamedTuple):
+    """A metric that the program may write: Metric("kl", "mean", "nats per response", "Mean log_pi - log_ref ...")"""
 
     name: str
+    reduction: str
+    """How the parts of a step are put together: mean, rms, sum, max or last."""
     unit: str
+    """Its unit; - where it has none."""
     meaning: str
-    reduction: Reduction = "mean"
 
 
-def _table(text: str) -> tuple[Metric, ...]:
-    """One line for each metric, `name | reduction | unit | meaning`: a unit of `-` is none, an indented line goes on with
-    the meaning before."""
-    rows = (line.split(" | ", 3) for line in re.sub(r"\n {5,}", " ", text).strip().split("\n    "))
-    return tuple(
-        Metric(name=name, reduction=cast(Reduction, how), unit="" if unit == "-" else unit, meaning=meaning)
-        for name, how, unit, meaning in rows
-    )
-
-
-METRICS = _table("""
+_TABLE = """
     loss | sum | reward | What is back-propagated; for TB (beta / 2) x tb/loss.
     seconds | last | seconds | Seconds of training, as train.max_seconds counts.
     reward | mean | reward | Mean combined reward of the responses that came since the step before, as they were sampled.
@@ -112,8 +99,9 @@ METRICS = _table("""
     guard/rollbacks | last | - | Times that the run went back to a checkpoint from before a collapse.
     guard/* | mean | - | A number the collapse guard watches, over all sampled responses, with weight or not.
     eval/*/* | last | - | A metric of an evaluation, on the prompts of evaluate.split.
-""")
-"""The first line that fits a name counts."""
+"""
+METRICS = [Metric(*row.split(" | ")) for row in re.sub(r"\n {5,}", " ", _TABLE).strip().split("\n    ")]
+"""One for each line of the table; an indented line goes on with the one before. The first that fits a name counts."""
 RENAMED = {
     "off_policy/agreement": "off_policy/drift_reward_correlation",
     "tb/held_back": "tb/masked_fraction",
@@ -205,17 +193,6 @@ def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[s
     return {
         name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names
     }
-
-
-def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as those of one: sums over a step become their mean, the rest follows each metric's
-    rule. A step in which one is NaN, such as a reward that was not applicable to any response, says nothing about it."""
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in steps for name in metrics):
-        values = [own[name] for own in steps if name in own and not math.isnan(own[name])] or [math.nan]
-        value = _reduce(name, [(v, 1.0) for v in values])
-        found[name] = value / len(values) if metric(name).reduction == "sum" else value
-    return found
 
 
 def _reduce(name: str, values: list[tuple[float, float]]) -> float:

@@ -9,14 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_message
 from tba.observe.files import RunOutcome, Sinks, WriteFailures, append_line, keep_lines, one_line, write_json
-from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
+from tba.observe.metrics import STANDARD_ERROR, Evaluation, moving_metric
 from tba.observe.run_folder import RunFolder
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
@@ -26,7 +26,7 @@ logger = logging.getLogger("tba")
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    *("_unlogged", "_lost", "_signal", "_beta", "_warned_of_pace"),
+    *("_lost", "_signal", "_beta", "_warned_of_pace"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 KEPT_TIMES = 10_000
@@ -108,21 +108,19 @@ class TrainingClock:
     """Seconds of training. It starts when the first response may be generated, stands still while a run in one process
     evaluates, and never goes back."""
 
-    now: Callable[[], float] = time.perf_counter
-    """The time of this process; a test gives its own."""
-    _before: float = field(default=0.0, init=False)
+    _before: float = 0.0
     """Seconds before it was started last."""
-    _since: float | None = field(default=None, init=False)
+    _since: float | None = None
     """Time at which it was started; None = it stands still."""
 
     @property
     def seconds(self) -> float:
-        return self._before + (0.0 if self._since is None else self.now() - self._since)
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def start(self) -> None:
         """Run from now on; one that runs goes on."""
         if self._since is None:
-            self._since = self.now()
+            self._since = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,7 +186,6 @@ class Recorder:
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         listener: RunListener | None = None,
         report_height: Callable[[int], None] = lambda lines: None,
-        clock: TrainingClock | None = None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
@@ -209,7 +206,7 @@ class Recorder:
         """Time at which this process began the run."""
         self._elapsed_before = 0.0
         """Seconds of the processes that this one resumes, with loading and evaluations."""
-        self.clock = TrainingClock() if clock is None else clock
+        self.clock = TrainingClock()
         self.seconds = 0.0
         """Seconds of training until the last step was done, as train.max_seconds counts them."""
         self.progress = 0.0
@@ -219,15 +216,10 @@ class Recorder:
         self._seconds_at: dict[int, float] = {0: 0.0}
         """Time at which each of the last steps was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
-        self._stability = Stability()
-        self._mismatch = MismatchWatch()
-        self._lost = LostResponses()
-        self._signal = RewardSignal()
+        self._stability, self._mismatch, self._beta = Stability(), MismatchWatch(), BetaWatch()
+        self._lost, self._signal = LostResponses(), RewardSignal()
         self._warned_of_pace = False
-        self._beta = BetaWatch()
         self._num_lines, self._num_samples = 0, 0
-        self._unlogged: list[Mapping[str, float]] = []
-        """Metrics of the steps since the last line, which will be their mean."""
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
@@ -241,10 +233,6 @@ class Recorder:
         self.rollbacks: list[Mapping[str, Any]] = []
         """The alarms after which the run went back, each with the step that it went back `to`."""
         self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), report_height)
-
-    def training_starts(self) -> None:
-        """Start the training clock, unless it runs."""
-        self.clock.start()
 
     def step_done(self, step: int) -> None:
         """The weights of this step are there: from now on, until the next are, the run is as far as it is at this moment."""
@@ -304,10 +292,8 @@ class Recorder:
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
-        # A line is the mean of the steps since the last one, so that no step is left out of a long run's file.
-        self._unlogged.append(metrics)
-        if step % thinning(step) == 0 or self.progress >= 1.0:
-            self._log(step)
+        self._write(step, metrics)
+        self._listener.logged(step, metrics)
         self._progress.step(step, metrics)
         # Once, early: how long a run will take that is far from done.
         if not self._warned_of_pace and step >= 4 and (left := self.seconds_left) is not None and self.pace is not None:
@@ -316,19 +302,10 @@ class Recorder:
                 waited, steps = self._stability.summary().get("waited", 0.0), step + round(left / max(self.pace, 1e-9))
                 self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
-    def _log(self, step: int) -> None:
-        """Write a line of the steps since the one before."""
-        unlogged, self._unlogged = self._unlogged, []
-        if unlogged:
-            line = unlogged[0] if len(unlogged) == 1 else mean_over_steps(unlogged)
-            self._write(step, line)
-            self._listener.logged(step, line)
-
     def time_is_over(self) -> None:
         """The last step ends the run: its seconds ran out while the trainer waited."""
         self.step_done(self.steps)
         self._read_clock(self.steps)
-        self._log(self.steps)
 
     def note(self, message: str) -> None:
         """A line that stays on the screen."""
@@ -493,9 +470,3 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
-
-
-def thinning(step: int) -> int:
-    """Number of steps to a line of metrics.jsonl, so that long runs do not fill the disk: 1 below step 10,000, 10 below
-    100,000, then 100."""
-    return 10 ** max(0, len(str(step)) - 4)

@@ -62,9 +62,8 @@ EARLIER = r"earlier-(\d+)"
 
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
-    it has moved aside.
-    """
+    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs
+    that it has moved aside."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,5 @@
-"""Files of a script's run. Inputs for all its processes: datasets as JSONL, models as folders, rewards as functions that can
-be sent to workers. Outputs: checkpoints by TRL's names, the trained model with its card.
-"""
+"""Files of a script's run. Inputs for all its processes: datasets as JSONL, models as folders, rewards as functions
+that can be sent to workers. Outputs: checkpoints by TRL's names, the trained model with its card."""
 
 from __future__ import annotations
 
