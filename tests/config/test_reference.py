@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tba.cli import app
 from tba.config import Config, ConfigError, Schedule, TrainConfig
 from tba.config.reading import inner_section
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.config.settings_page import default_text, reference, type_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"

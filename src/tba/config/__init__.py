@@ -3,7 +3,6 @@
 # ruff: noqa: F401
 from tba.config.reading import ConfigError, dump_config, load_config
 from tba.config.root import Config
-from tba.config.section import Schedule, Section
 from tba.config.sections import (
     DEFAULT_STEPS,
     ExploreConfig,
@@ -12,6 +11,8 @@ from tba.config.sections import (
     ModelConfig,
     ReplayConfig,
     RuntimeConfig,
+    Schedule,
+    Section,
     TrainConfig,
 )
 from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig

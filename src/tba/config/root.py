@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.config.section import Section
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -22,6 +21,7 @@ from tba.config.sections import (
     ReplayConfig,
     RuntimeConfig,
     SearchConfig,
+    Section,
     TrainConfig,
 )
 from tba.config.task import TaskConfig

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tba.config.reading import inner_section
 from tba.config.root import Config
-from tba.config.section import Schedule, Section
+from tba.config.sections import Schedule, Section
 
 INTRODUCTION = """# Configuration
 

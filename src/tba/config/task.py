@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from tba.config.section import LocalPath, Section, full_path
+from tba.config.sections import LocalPath, Section, full_path
 
 
 def code_name(code: str | Callable[..., Any]) -> str:

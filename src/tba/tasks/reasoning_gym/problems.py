@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.tasks.data.make_prompt import make_prompt, uses_chat
 from tba.tasks.package_task import DrawnPrompts, PackageTask
 from tba.tasks.reasoning_gym.generators import AnswerPlace, Generator, Problem, Scorer
