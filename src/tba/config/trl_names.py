@@ -96,7 +96,7 @@ SETTINGS = _table("""
     ref_model_sync_steps            reference.reset_every, with sync_ref_model
     ref_model_mixup_alpha           with sync_ref_model 1: the policy becomes the reference as it is
 """)
-"""Names that set something. With `=` the value is the setting's as it stands; the others are translated in translate.py."""
+"""Names that set something. With `=` the value is the setting's as it stands; the others are translated in trl/config.py."""
 DIRECT = {name: meaning[2:].partition(";")[0] for name, meaning in SETTINGS.items() if meaning.startswith("= ")}
 """Settings of ours by the names whose value they take as it stands."""
 REFUSED = _table("""
