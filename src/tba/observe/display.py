@@ -67,10 +67,7 @@ class Progress:
     ) -> None:
         """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet.
         `report_height` is called with the number of lines that the table has now."""
-        self._config = config
-        self._roles = roles
-        self._clock = clock
-        self._report_height = report_height
+        self._config, self._roles, self._clock, self._report_height = config, roles, clock, report_height
         self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
@@ -272,9 +269,9 @@ def metrics_table(summary: Mapping[str, Any]) -> Table:
     """A row per metric: its value with its standard error at the start, at the best step and at the end."""
     best = summary["best"] or {"step": 0}
     is_best = ", the best" if best["step"] == summary["final_step"] else ""
-    columns = {"start": "start", "final": f"final (step {summary['final_step']}{is_best})"}
-    if 0 < best["step"] < summary["final_step"]:
-        columns = {"start": "start", "best_values": f"best (step {best['step']})", "final": columns["final"]}
+    is_between = 0 < best["step"] < summary["final_step"]
+    columns = {"start": "start"} | ({"best_values": f"best (step {best['step']})"} if is_between else {})
+    columns["final"] = f"final (step {summary['final_step']}{is_best})"
     errors = {"start": "start_standard_error", "best_values": "best_standard_error", "final": "final_standard_error"}
     table = Table(box=None, padding=(0, 3, 0, 0))
     for heading in ("", *columns.values()):

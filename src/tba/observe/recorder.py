@@ -189,11 +189,8 @@ class Recorder:
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
-        self.config = config
-        self.folder = folder
-        self._counts = counts
-        self._decode = decode
-        self._more_metrics = more_metrics
+        self.config, self.folder = config, folder
+        self._counts, self._decode, self._more_metrics = counts, decode, more_metrics
         self._listener = listener or RunListener()
         self.failures = WriteFailures()
         """Writes that failed; the run continues without them."""

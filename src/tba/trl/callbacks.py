@@ -20,9 +20,6 @@ from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import PastLine, RunListener
 from tba.trl.files import check_kind, link_checkpoints
 
-EVALUATION = "eval_"
-"""Beginning of the names of an evaluation's metrics in transformers."""
-
 
 class Callbacks(RunListener):
     """Passes what happens on to callbacks."""
@@ -62,7 +59,6 @@ class Callbacks(RunListener):
         self.call("on_init_end", [made])
 
     def remove(self, callback: Any) -> TrainerCallback | None:
-        """Take out a callback, or the first of a class."""
         found = [c for c in self.callbacks if c is callback or (isinstance(callback, type) and isinstance(c, callback))]
         if found:
             self.callbacks.remove(found[0])
@@ -164,7 +160,7 @@ class Callbacks(RunListener):
 
         self._after_the_step(tell)
 
-    def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
+    def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = "eval_") -> None:
         """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
         evaluated, which in an asynchronous run is an earlier one."""
         # Not kept for after the step: callbacks see the evaluation with its own step.
@@ -201,6 +197,6 @@ class Callbacks(RunListener):
             self.state.epoch = step / self._steps_per_epoch
 
 
-def _of_evaluation(metrics: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+def _of_evaluation(metrics: Mapping[str, float], prefix: str = "eval_") -> dict[str, float]:
     """The metrics of an evaluation by transformers' names."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}
