@@ -151,8 +151,8 @@ class SampleLog:
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self.reward(trajectory) for trajectory in group.trajectories]
-        # A set, since with equal rewards the best and the worst are one response.
         responses = []
+        # A set, since with equal rewards the best and the worst are one response.
         for i in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
             completion, own = group.trajectories[i].completion, group.trajectories[i].rewards
             known = {name: None if math.isnan(value) else value for name, value in own.items()}
