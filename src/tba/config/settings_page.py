@@ -88,7 +88,7 @@ def _sections(key: str, section: type[BaseModel]) -> Iterator[tuple[str, type[Ba
     yield key, section
     for name, info in section.model_fields.items():
         # A schedule is written in a setting's place, so it is described once and not under each.
-        if (inner := inner_section(info.annotation)) not in (None, Schedule):
+        if (inner := inner_section(info.annotation)) is not None and inner is not Schedule:
             yield from _sections(f"{key}.{name}" if key else name, inner)
 
 

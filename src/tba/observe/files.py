@@ -218,8 +218,9 @@ class Sinks:
             values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             append_line(self._folder.metrics, json.dumps({"step": step, **values}))
         with self._failures.tolerated("tensorboard metrics in", self._folder.path):
-            for name, value in metrics.items() if self._tensorboard is not None else ():
-                self._tensorboard.add_scalar(name, value, step)
+            if self._tensorboard is not None:
+                for name, value in metrics.items():
+                    self._tensorboard.add_scalar(name, value, step)
         with self._failures.tolerated("wandb metrics in", self._folder.path):
             if self._wandb is not None:
                 self._wandb.log({"step": step, **metrics})

@@ -87,7 +87,8 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     """The lines of metrics.jsonl, but for a last one that a killed process left unfinished: null in there is NaN again."""
     if not folder.metrics.is_file():
         return []
-    found, prefix = [], f"eval/{config.task.label}/"
+    found: list[PastLine] = []
+    prefix = f"eval/{config.task.label}/"
     # Behind the last line feed there is nothing, or half a line.
     for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
         try:
