@@ -1,5 +1,4 @@
-"""Between the types that others see and what is stored: a TrajectoryGroup becomes the responses of a prompt's entry, and
-chosen responses become the Batch that is trained on.
+"""A TrajectoryGroup becomes the responses of a prompt's entry, and chosen responses become the Batch that is trained on.
 
 Axis letters: P prompts, K places per prompt, R responses of a group, C reward components, N tokens of responses end to end.
 """
@@ -42,7 +41,6 @@ class PackedGroup:
     """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
-        """Number of responses."""
         return len(self.ids)
 
     def take(self, responses: Sequence[int]) -> PackedGroup:
@@ -61,7 +59,12 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     """Check a group, which holds at least one trajectory, and pack it. `step_values` says whether the Monte-Carlo values of
     its responses are kept."""
     columns = columns_of(group)
-    _check(columns, group.id, reward_names)
+    if not columns.lengths.all():
+        sample = columns.sample_indices[int(columns.lengths.argmin())]
+        raise ValueError(f"group {group.id}: sample {sample} has no tokens; a response ends with EOS.")
+    unknown = set().union(*set(columns.reward_names)) - set(reward_names)
+    if unknown:
+        raise ValueError(f"group {group.id} has rewards {sorted(unknown)}; the buffer knows {sorted(reward_names)}.")
     reference_versions = set(columns.reference_versions)
     if len(reference_versions) > 1:
         raise ValueError(
@@ -70,7 +73,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     per_token = [columns.log_ref, columns.behaviour, columns.policy]
     if step_values:
         per_token.append(_step_values(columns, group.id))
-    # One sum for each response. None is empty (`_check`): reduceat would give an empty one its neighbour's first token.
+    # One sum for each response. None is empty, as was checked: reduceat would give an empty one its neighbour's first token.
     log_importance = np.add.reduceat(columns.log_ref.astype(np.float64) - columns.behaviour, columns.starts)
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
@@ -97,15 +100,6 @@ def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
     # 4 bytes a token of ids, 12 or 16 of floats.
     width = len(memory) // max(1, int(lengths.sum()))
     return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
-
-
-def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
-    if not columns.lengths.all():
-        sample = columns.sample_indices[int(columns.lengths.argmin())]
-        raise ValueError(f"group {group_id}: sample {sample} has no tokens; a response ends with EOS.")
-    unknown = set().union(*set(columns.reward_names)) - set(reward_names)
-    if unknown:
-        raise ValueError(f"group {group_id} has rewards {sorted(unknown)}; the buffer knows {sorted(reward_names)}.")
 
 
 def _step_values(columns: ResponseColumns, group_id: str) -> np.ndarray:
@@ -153,9 +147,10 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
     joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])
     floats = np.frombuffer(joined, np.float32).reshape(len(ids_N), -1)
     rewards_PKC = column("rewards")
+    prompts = [entry.prompt_tokens for entry, _ in chosen]
     return Batch(
         prompt_ids=tuple(entry.prompt_id for entry, _ in chosen),
-        prompt_tokens=_prompt_tokens([entry.prompt_tokens for entry, _ in chosen]),
+        prompt_tokens=torch.split(_tensor(np.concatenate(prompts), np.int64), [len(prompt) for prompt in prompts]),
         token_ids_N=torch.from_numpy(ids_N),
         offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
         loss_mask_N=torch.from_numpy(loss_mask_N),
@@ -176,11 +171,6 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
             tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
         ),
     )
-
-
-def _prompt_tokens(prompts: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-    """Views of one tensor: one conversion instead of P."""
-    return torch.split(_tensor(np.concatenate(prompts), np.int64), [len(prompt) for prompt in prompts])
 
 
 def _tensor(values: np.ndarray, dtype: type) -> Tensor:

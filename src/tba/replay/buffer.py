@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
-from tba.replay.draw import BufferedGroup, GroupQueue, MixedRule, PromptDraws, PromptEntry
+from tba.replay.draw import BufferedGroup, GroupQueue, PromptDraws, PromptEntry, mixed_choice
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
@@ -50,10 +50,10 @@ class ReplayBuffer:
         uses_per_group: int | None = None,
         max_waiting_groups: int | None = None,
     ) -> None:
-        """`reward_names` are the reward components to store; `reward_weights` combine them into the score that the softmax
-        draws by. `step_values` says whether Monte-Carlo values of step prefixes are stored too. `truncated_reward` replaces
-        the score of cut-off responses, None = they keep their own. `uses_per_group` is the number of draws after which a
-        group leaves the queue, None = there is no queue, and `max_waiting_groups` bounds it."""
+        """`reward_weights` combine the reward components into the score that the softmax draws by. `step_values`: whether
+        Monte-Carlo values of step prefixes are stored. `truncated_reward` replaces the score of cut-off responses, None =
+        they keep their own. `uses_per_group` is the number of draws after which a group leaves the queue, None = there is
+        no queue, and `max_waiting_groups` bounds it."""
         self.config = config
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -63,7 +63,6 @@ class ReplayBuffer:
         self._step_values = step_values
         self._truncated_reward = truncated_reward
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
-        self._mixed = MixedRule(1.0 if config.on_policy_probability is None else config.on_policy_probability)
         self._queue = None if uses_per_group is None else GroupQueue(uses_per_group, max_waiting=max_waiting_groups)
         """Groups in the order of their arrival."""
         self._entries: dict[int, PromptEntry] = {}
@@ -99,10 +98,6 @@ class ReplayBuffer:
             return len(self._entries)
         return len({prompt_id for prompt_id, _ in self._entry_of})
 
-    def has_received(self, group_id: str) -> bool:
-        """Whether a group of this id came before, also where none of its responses is stored."""
-        return self.marks.passed(GroupId.parse(group_id))
-
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
         that came before is ignored. Responses of a version after that step, which a trainer that died had published, count
@@ -115,13 +110,24 @@ class ReplayBuffer:
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
         packed = pack_group(group, self.reward_names, step_values=self._step_values)
-        entry = self._find_entry(group.prompt, packed.reference_version)
+        entry = self._entry_of.get((group.prompt.id, packed.reference_version))
+        if entry is None:  # it is registered once it has a response: what follows may still raise or refuse
+            entry = self._make_entry(self._next_entry, group.prompt, packed.reference_version)
+        elif not np.array_equal(entry.prompt_tokens, group.prompt.token_ids):
+            raise ValueError(
+                f"prompt {group.prompt.id!r} came with other tokens than before: prompt ids must be unique."
+            )
         # The mark rises for a refused group too: it has come, and a copy of it is to be ignored.
         self.marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0
-        packed = self._distinct(packed)
+        keep = list(range(len(packed)))
+        if self.config.deduplicate:  # the last of equal responses stays
+            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
+            self._counts["duplicates"] += len(packed) - len(keep)
+        # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
+        packed = packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
         self._make_room(packed, entry)
         self._store(packed, entry, step)
         return len(packed)
@@ -131,7 +137,14 @@ class ReplayBuffer:
     ) -> Batch:
         """P prompts x K responses, all of one reference version (None = the newest stored), by the mixed rule, or with
         a queue in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
-        version, K = self._version_to_sample(reference_version), samples_per_prompt
+        if not self._draws:
+            raise ReplayEmpty("the replay buffer is empty: add groups before sampling.")
+        version, K = max(self._draws) if reference_version is None else reference_version, samples_per_prompt
+        if version not in self._draws:
+            raise ReplayEmpty(
+                f"the replay buffer holds nothing of reference version {version}, only of {sorted(self._draws)}: "
+                "wait for groups scored by the current reference."
+            )
         used_up: list[BufferedGroup] = []
         if self._queue is not None:
             chosen, used_up = self._queue.choose(self._entries, num_prompts, K, self.rng, reference_version=version)
@@ -140,7 +153,8 @@ class ReplayBuffer:
             newest_first = (group.entry for group in reversed(self._groups))
             start = self._window_start(step)
             draws.refresh(self._entries, newest_first, window_start=start, at_least=num_prompts)
-            chosen = self._mixed.choose(self._entries, num_prompts, K, self.rng, draws=draws)
+            share = 1.0 if self.config.on_policy_probability is None else self.config.on_policy_probability
+            chosen = mixed_choice(self._entries, num_prompts, K, self.rng, draws=draws, on_policy_probability=share)
         self._ages = step - np.concatenate([entry.columns["version"][own] for entry, own in chosen]).astype(np.int64)
         batch = make_batch(chosen, K, reward_names=self.reward_names)
         for group in used_up:  # only now: the batch was copied out of them
@@ -182,10 +196,10 @@ class ReplayBuffer:
         before = len(self)
         # The entries are listed first: those left empty leave the dict meanwhile.
         for entry in [entry for entry in self._entries.values() if entry.reference_version < version_below]:
-            self._remove(entry, entry.since(0))
+            self._remove(entry, np.arange(len(entry)))
         if self._queue is not None:
             # Empty groups count against the queue's bound and would crowd out new ones.
-            self._queue.forget_empty(self._entries)
+            self._queue.groups = deque(group for group in self._queue.groups if len(group.positions(self._entries)))
         self._counts["dropped"] += before - len(self)
         return before - len(self)
 
@@ -209,16 +223,9 @@ class ReplayBuffer:
         """State of the buffer and ages (step - version) of the last sample, for the log as `buffer/*`."""
         ages = self._ages if len(self._ages) else np.zeros(1, np.int64)
         p50, p90 = np.percentile(ages, [50, 90])
-        return {
-            "responses": float(len(self)),
-            "prompts": float(self.num_prompts),
-            "tokens": float(self._num_tokens),
-            "age_mean": float(ages.mean()),
-            "age_p50": float(p50),
-            "age_p90": float(p90),
-            "age_max": float(ages.max()),
-            **{name: float(count) for name, count in self._counts.items()},
-        }
+        found = {"responses": len(self), "prompts": self.num_prompts, "tokens": self._num_tokens}
+        found |= {"age_mean": ages.mean(), "age_p50": p50, "age_p90": p90, "age_max": ages.max(), **self._counts}
+        return {name: float(value) for name, value in found.items()}
 
     def state(self) -> dict[str, Any]:
         """Stored groups, their order of drawing, counts, and the random state: everything but the
@@ -270,24 +277,6 @@ class ReplayBuffer:
         arrival_of: dict[bytes, int] | None = {} if self.config.deduplicate else None
         return PromptEntry(index, prompt.id, tokens, reference_version, arrival_of=arrival_of)
 
-    def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
-        """The prompt's entry. A new one is registered once it has a response: what follows may still raise or refuse."""
-        entry = self._entry_of.get((prompt.id, reference_version))
-        if entry is None:
-            return self._make_entry(self._next_entry, prompt, reference_version)
-        if not np.array_equal(entry.prompt_tokens, prompt.token_ids):
-            raise ValueError(f"prompt {prompt.id!r} came with other tokens than before: prompt ids must be unique.")
-        return entry
-
-    def _distinct(self, packed: PackedGroup) -> PackedGroup:
-        """The group without copies inside it (the last one stays) and without more than fits."""
-        keep = list(range(len(packed)))
-        if self.config.deduplicate:
-            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
-            self._counts["duplicates"] += len(packed) - len(keep)
-        # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
-        return packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
-
     def _make_room(self, packed: PackedGroup, entry: PromptEntry) -> None:
         """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
         oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
@@ -307,12 +296,11 @@ class ReplayBuffer:
 
     def _evict(self, entry: PromptEntry, count: int, *, keep: PromptEntry) -> None:
         """Remove the oldest responses of an entry."""
-        if count > 0:
-            self._counts["evicted"] += count
-            self._remove(entry, np.arange(count), keep=keep)
+        self._counts["evicted"] += max(0, count)
+        self._remove(entry, np.arange(count), keep=keep)
 
     def _remove_group(self, group: BufferedGroup) -> None:
-        """Take a group out. Its positions are looked up now: they move when another group of its prompt leaves."""
+        # Its positions are looked up now: they move when another group of its prompt leaves.
         if len(positions := group.positions(self._entries)):
             self._remove(self._entries[group.entry], positions)
 
@@ -354,7 +342,16 @@ class ReplayBuffer:
             self._first_arrivals.append((step, first))
             self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
         oldest_version = int(version.min(where=columns["has_lag"], initial=NO_VERSION))
-        self._list(BufferedGroup(entry.index, first, end, oldest_version))
+        group = BufferedGroup(entry.index, first, end, oldest_version)
+        self._groups.append(group)
+        while not len(self._groups[0].positions(self._entries)):
+            self._groups.popleft()
+        if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
+            self._groups = deque(each for each in self._groups if len(each.positions(self._entries)))
+        for crowded_out in [] if self._queue is None else self._queue.append(group):
+            before = len(self)
+            self._remove_group(crowded_out)
+            self._counts["expired"] += before - len(self)
 
     def _with_logits(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The columns, and the logits that weighted draws go by."""
@@ -363,30 +360,6 @@ class ReplayBuffer:
             return dict(columns)
         logit = config.inverse_temperature * columns["score"].astype(np.float64)
         return {**columns, "logit": logit + columns["log_importance"] * config.importance_weighted}
-
-    def _list(self, group: BufferedGroup) -> None:
-        """Put a group behind the others, in the order of age and in the queue."""
-        self._groups.append(group)
-        while not len(self._groups[0].positions(self._entries)):
-            self._groups.popleft()
-        if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
-            self._groups = deque(group for group in self._groups if len(group.positions(self._entries)))
-        if self._queue is not None:
-            for crowded_out in self._queue.append(group):
-                before = len(self)
-                self._remove_group(crowded_out)
-                self._counts["expired"] += before - len(self)
-
-    def _version_to_sample(self, reference_version: int | None) -> int:
-        if not self._draws:
-            raise ReplayEmpty("the replay buffer is empty: add groups before sampling.")
-        version = max(self._draws) if reference_version is None else reference_version
-        if version not in self._draws:
-            raise ReplayEmpty(
-                f"the replay buffer holds nothing of reference version {version}, only of {sorted(self._draws)}: "
-                "wait for groups scored by the current reference."
-            )
-        return version
 
     def _window_start(self, step: int) -> int:
         """Arrival number of the first response received in the last `fresh_steps` steps; steps never go back."""

@@ -1,9 +1,8 @@
-"""The durable replay: every group that the trainer accepts, in a SQLite file that any client can open.
+"""The durable replay: every group that the trainer accepts, in a SQLite file (database.py).
 
 A background thread writes groups in batches. A group is acknowledged to its searcher only when it is committed. The highest
 group number of each incarnation of a sender is written in the same transaction: no group id is stored twice. Rows leave in
-the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again, so that the file
-stops growing. database.py has the schema and reads the file, columns.py makes the bytes of a group.
+the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -34,11 +33,11 @@ from tba.replay.database import (
     DurableReplayError,
     StoredGroup,
     checksum,
+    copy_database,
     failure,
     load_groups,
     location_file,
     open_database,
-    open_read_only,
     place_database,
     remove_database,
     stored_file,
@@ -46,7 +45,7 @@ from tba.replay.database import (
 from tba.runtime.channels import wait_until
 from tba.runtime.columns import columns_of, encode
 from tba.runtime.counters import TRAINER_FIELDS, RoleCounters
-from tba.runtime.deadlines import Waiting
+from tba.runtime.replica import remove_oldest
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
 GATHER_GROUPS, GATHER_SECONDS = 16, 0.1
@@ -60,9 +59,10 @@ BYTES_PER_TOKEN, BYTES_PER_GROUP = 17, 2_048
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """A group on its way to the writer; None = it came before, and only its acknowledgement waits for a commit."""
+    """A group on its way to the writer."""
 
     group: TrajectoryGroup | None
+    """None = it came before, and only its acknowledgement waits for a commit."""
     id: GroupId
     arrival: int
     step: int
@@ -133,12 +133,8 @@ class GroupStore:
             name="durable_replay",
             row=self.row,
             deadline_seconds=self.wait_seconds,
-            waiting=Waiting(
-                waiter="the trainer",
-                awaited="the durable replay's writer",
-                setting="runtime.wait_seconds",
-                heartbeats=lambda: {"its last commit": float(self._num_committed)},
-            ),
+            waiter="the trainer",
+            awaited="the durable replay's writer",
             progress=lambda: float(self._num_committed),
             explain=lambda: (
                 f"the trainer waited for {self._num_appended - self._num_committed} groups to be written to {self.path}: "
@@ -149,18 +145,13 @@ class GroupStore:
         if new:
             self._marks.raise_to(group_id)
             self.last_arrival += 1
-        # A copy takes the same queue, so it is acknowledged after the commit of the group that it repeats.
-        pending = _Pending(
-            group=group if new else None,
-            id=group_id,
-            arrival=self.last_arrival,
-            step=step,
-            time=self.clock(),
-            num_bytes=num_bytes,
-        )
         self._num_appended += 1
         self._appended_bytes += num_bytes
-        self._inbox.put(pending)
+        own, arrival = group if new else None, self.last_arrival
+        # A copy takes the same queue, so it is acknowledged after the commit of the group that it repeats.
+        self._inbox.put(
+            _Pending(group=own, id=group_id, arrival=arrival, step=step, time=self.clock(), num_bytes=num_bytes)
+        )
         return new
 
     def committed(self) -> list[str]:
@@ -182,9 +173,7 @@ class GroupStore:
         self.flush()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with closing(open_read_only(self.path)) as source, closing(sqlite3.connect(temporary)) as copy:
-                source.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which also opens where nothing can be written
+            copy_database(self.path, temporary)
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)
@@ -194,7 +183,7 @@ class GroupStore:
             temporary.unlink(missing_ok=True)
 
     def load(self, *, after: int = 0) -> Iterator[StoredGroup]:
-        """The stored groups in the order of their arrival, those after an arrival number; see `load_groups`."""
+        """`load_groups` of all that was appended."""
         self.flush()
         return load_groups(self.path, after=after)
 
@@ -298,7 +287,7 @@ class GroupStore:
                 self._num_responses += len(pending.group.trajectories)
         # In the same transaction as the rows: a group is stored and known, or neither.
         database.executemany(RAISE_MARK, highest.items())
-        self._remove_oldest()
+        self._num_responses -= remove_oldest(database, self._num_responses - self.capacity)
         database.execute("COMMIT")
         if highest:
             # This follows the COMMIT: a number ahead of the file would make a resume report lost groups.
@@ -330,17 +319,6 @@ class GroupStore:
         )
         payload = encode(group)
         return (*columns, checksum(columns, payload), payload)
-
-    def _remove_oldest(self) -> None:
-        """A row stays while the newer ones hold fewer responses than the buffer may: some of its own may be there."""
-        last, excess = None, self._num_responses - self.capacity
-        for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
-            if excess <= 0 or responses > excess:
-                break
-            last, excess = arrival, excess - responses
-            self._num_responses -= responses
-        if last is not None:
-            self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
 
 
 def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:

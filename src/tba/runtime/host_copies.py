@@ -31,10 +31,6 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: for all contexts of this process."""
 
 
-class ChecksumMismatch(RuntimeError):
-    """Weights arrived other than they were published."""
-
-
 def checksum(data: Tensor) -> int:
     """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
     eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
@@ -66,23 +62,13 @@ def checksum_of_rows(rows: Tensor) -> int:
     return place_sum % 2**64 ^ (plain_sum << 17 | plain_sum >> 47) % 2**64
 
 
-def verify(data: Tensor, *, published: int, version: int) -> None:
-    """Raise unless the bytes are what was published."""
-    found = checksum(data)
-    if found != published:
-        raise ChecksumMismatch(
-            f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy is "
-            "damaged; nothing was loaded."
-        )
-
-
 def lock_pages(data: Tensor, owner: object) -> bool:
     """Have the driver lock the pages of a CPU tensor until `owner` is gone. Returns whether it has."""
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel() * data.element_size(), _PORTABLE)
     if int(error) == 0:
-        # The tensor is an argument, so that its memory is still there when its pages are unlocked. A process that ends need
-        # not: the driver does.
-        weakref.finalize(owner, _unlock_pages, data).atexit = False
+        # The function holds the tensor: its memory is still there when its pages are unlocked. A process that ends need not:
+        # the driver does.
+        weakref.finalize(owner, lambda: torch.cuda.cudart().cudaHostUnregister(data.data_ptr())).atexit = False
         return True
     with suppress(RuntimeError):  # the driver repeats its last error at the next kernel: let it be this one
         torch.zeros(1, device="cuda")
@@ -93,10 +79,6 @@ def lock_pages(data: Tensor, owner: object) -> bool:
         error,
     )
     return False
-
-
-def _unlock_pages(data: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
 
 
 class PackedWriter:
@@ -114,20 +96,16 @@ class PackedWriter:
         sums = []
         for start in range(0, self._size, len(self._part)):
             part = self._part[: self._size - start]
-            self._fill(part, start, tensors)
+            # The gaps between tensors are part of the checksum, so they must not hold bytes of the part before.
+            part.zero_()
+            for spec in self._layout:
+                first, last = max(spec.offset, start), min(spec.offset + spec.num_bytes, start + len(part))
+                if first < last:
+                    dtype = getattr(torch, spec.dtype)
+                    # Both ends fall on whole elements: parts begin at multiples of ROW_BYTES, tensors of ALIGNMENT.
+                    elements = slice((first - spec.offset) // dtype.itemsize, (last - spec.offset) // dtype.itemsize)
+                    part[first - start : last - start].view(dtype).copy_(tensors[spec.name].reshape(-1)[elements])
             sums.append(row_sums(part))
             # In the order of the stream: the part is filled again only when it has been copied.
             target[start : start + len(part)].copy_(part, non_blocking=True)
         return checksum_of_rows(torch.cat(sums))  # comes back to the host behind all copies
-
-    def _fill(self, part: Tensor, start: int, tensors: Mapping[str, Tensor]) -> None:
-        """The bytes of the layout from `start` on, zero between two tensors."""
-        # The gaps between tensors are part of the checksum, so they must not hold bytes of the part before.
-        part.zero_()
-        for spec in self._layout:
-            first, last = max(spec.offset, start), min(spec.offset + spec.num_bytes, start + len(part))
-            if first < last:
-                dtype = getattr(torch, spec.dtype)
-                # Both ends fall on whole elements: parts begin at multiples of ROW_BYTES, tensors at multiples of ALIGNMENT.
-                elements = slice((first - spec.offset) // dtype.itemsize, (last - spec.offset) // dtype.itemsize)
-                part[first - start : last - start].view(dtype).copy_(tensors[spec.name].reshape(-1)[elements])

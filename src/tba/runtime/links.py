@@ -6,8 +6,7 @@ Messages between trainer and searcher are groups, and pairs of a name and a valu
     trainer -> searcher      stored: group ids; rollouts: those that it gets; evaluate: version; stop
     any child -> parent      Failed
 
-Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
-killed.
+Nothing here imports torch or NumPy when it runs: a reward worker has a link too.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ConnectionHandle:
     """
 
     counters: str
-    """Handle of its memory."""
     weights: SharedWeightsHandle
     references: SharedWeightsHandle | None
     """Where new references are published; None = they never are."""
@@ -92,7 +90,7 @@ class Link:
 
     def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
-        # The message is pickled here, not in the writer's thread: the caller sees the error, and may change the object.
+        # Pickled here, not in the writer's thread: the caller sees the error, and may change the object.
         return self.send_bytes(pickled(message))
 
     def send_bytes(self, body: bytes) -> bool:

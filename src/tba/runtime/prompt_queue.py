@@ -1,8 +1,5 @@
-"""The prompt queue: it draws prompts and hands rollouts out to searchers as leases. The rollouts of a searcher that has
-ended are handed out again.
-
-A run has one prompt queue, which lives with the trainer, so a checkpoint has the state of every rollout. All prompts
-are drawn once an epoch, in an order drawn from (seed, epoch).
+"""The prompt queue draws prompts and hands rollouts out to searchers as leases; it lives with the trainer. All prompts are
+drawn once an epoch, in an order drawn from (seed, epoch).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class RolloutRequest:
 
 
 class PromptQueue:
-    """Hands out rollouts as leases and keeps the holder of each. Several threads use it."""
+    """Keeps the holder of each rollout. Several threads use it."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True) -> None:
         if num_prompts < 1:
@@ -66,9 +63,13 @@ class PromptQueue:
             # groups. Such a number must not be handed out as a new one. Numbers before it are open.
             while self._handed_out <= number:
                 self._handed_back.append(self._next())
-            # False for a group that came before: its lost rollout is not counted twice.
-            if self._take_back(number):
-                self.num_lost += is_lost
+            found = [rollout for rollout in self._handed_back if rollout.number == number]
+            if found:
+                self._handed_back.remove(found[0])
+            # The sender is not known here: any searcher may hold the number, and at most one does.
+            found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
+            # A group that came before is not counted twice.
+            self.num_lost += is_lost and bool(found)
 
     def hand_back(self, holder: str) -> int:
         """Take the rollouts of a searcher that has ended, for others to get. Returns their number."""
@@ -102,30 +103,18 @@ class PromptQueue:
             self._handed_out, self.num_lost = state["handed_out"], state["lost"]
             self._leased, self._handed_back = {}, [RolloutRequest(**rollout) for rollout in state["open"]]
 
-    def _take_back(self, number: int) -> bool:
-        """Take the rollout of a number from its holder. False = its group arrived before, or the number is not of this
-        run."""
-        found = [rollout for rollout in self._handed_back if rollout.number == number]
-        if found:
-            self._handed_back.remove(found[0])
-        # The sender is not known here: any searcher may hold the number, and at most one does.
-        found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
-        return bool(found)
-
     def _next(self) -> RolloutRequest:
         epoch, place = divmod(self._handed_out, self.num_prompts)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._draw_order(epoch))
+            order = list(range(self.num_prompts))
+            if self._shuffle:
+                # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
+                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+                order = torch.randperm(self.num_prompts, generator=generator).tolist()
+            self._order = (epoch, order)
         rollout = RolloutRequest(number=self._handed_out, prompt=self._order[1][place], epoch=epoch)
         self._handed_out += 1
         return rollout
-
-    def _draw_order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self.num_prompts))
-        # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return torch.randperm(self.num_prompts, generator=generator).tolist()
 
 
 class RolloutSource:
@@ -143,7 +132,6 @@ class RolloutSource:
     @classmethod
     def of(cls, prompt_queue: PromptQueue) -> RolloutSource:
         """Rollouts straight from the prompt queue, one at a time, where searcher and trainer take turns in one process."""
-        # The lambda looks `source` up when it is called, which is after this line.
         source = cls(lambda count: source.add(prompt_queue.lease("searcher-0", count)), size=1)
         return source
 

@@ -5,10 +5,9 @@ The parent sends its module search path and (target, keyword arguments) over the
 the parent. A process started this way does not import the parent's main script again, so training scripts need no
 `if __name__ == "__main__"`.
 
-Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
-imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
-working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
-does not survive a fork: a role that uses one sets it up for itself.
+Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds. The server runs no threads and
+never touches a GPU, neither of which survives a fork. A role gets the caller's environment, working folder and file
+descriptors (under the caller's numbers) with its request.
 
     caller -> server   the request, then its descriptors as SCM_RIGHTS, of which the first is a pipe
     server -> caller   over that pipe: the process of the role, and its exit status when it has ended
@@ -73,7 +72,7 @@ def run_role(link_descriptor: int) -> int:
     connection = Connection(link_descriptor)
     first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
     show_as(first["name"])
-    link = Link(connection, on_close=_parent_is_gone)
+    link = Link(connection, on_close=lambda: os._exit(3))  # with the parent, whatever the main thread is doing
     try:
         sys.path[:] = first["search_path"]
         target, arguments = cloudpickle.loads(payload)
@@ -92,11 +91,6 @@ def run_role(link_descriptor: int) -> int:
         final = isinstance(error, RunCannotGoOn)
         link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
         return 1
-
-
-def _parent_is_gone() -> None:
-    """The parent has ended: end at once, whatever the main thread is doing."""
-    os._exit(3)
 
 
 # The fork server

@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from tba.runtime.counters import SharedMemory
-from tba.runtime.host_copies import ChecksumMismatch, PackedWriter, checksum, lock_pages, verify
-from tba.runtime.weight_memory import ALIGNMENT, Header, SharedWeightsHandle, TensorSpec, WeightMemory, data_bytes
+from tba.runtime.host_copies import PackedWriter, checksum, lock_pages
+from tba.runtime.weight_memory import (
+    ALIGNMENT,
+    Header,
+    SharedWeightsHandle,
+    TensorSpec,
+    WeightMemory,
+    data_bytes,
+    reserve,
+)
 from tba.types import Weights, copy_all
 
 logger = logging.getLogger("tba")
@@ -43,24 +51,21 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor
     return tuple(specs)
 
 
-class SharedWeights:
+class ChecksumMismatch(RuntimeError):
+    """Weights arrived other than they were published."""
+
+
+class SharedWeights(WeightMemory):
     """Two buffers. One process publishes, any number fetch."""
 
     def __init__(
-        self,
-        buffers: WeightMemory,
-        layout: Sequence[TensorSpec],
-        device_data: Sequence[Tensor] | None = None,
+        self, memory: SharedMemory, layout: Sequence[TensorSpec], device_data: Sequence[Tensor] | None = None
     ) -> None:
-        self.layout = tuple(layout)
-        self._buffers = buffers
+        """`device_data` are the two buffers where they lie on a GPU: the shared memory then holds only the headers."""
+        super().__init__(memory)
+        self.layout, size = tuple(layout), data_bytes(layout)
         self._device_data = device_data
-        size = data_bytes(self.layout)
-        # With the data on a GPU the shared memory holds only the headers, and there is nothing to view.
-        in_memory = (
-            [torch.from_numpy(buffers.data(buffer, size)) for buffer in range(2)] if device_data is None else None
-        )
-        self._data = in_memory or list(device_data or ())
+        self._data = device_data or [torch.from_numpy(self.data(buffer, size)) for buffer in range(2)]
         self._tensors = [_views(data, self.layout) for data in self._data]
         self._private: Tensor | None = None
         """A reader's copy of a buffer."""
@@ -82,14 +87,14 @@ class SharedWeights:
         size = data_bytes(layout)
         on_gpu = device is not None and device.type == "cuda"
         data = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)] if on_gpu else None
-        return cls(WeightMemory.create(0 if on_gpu else size), layout, data)
+        return cls(reserve(0 if on_gpu else size), layout, data)
 
     @classmethod
     def attach(cls, handle: SharedWeightsHandle) -> SharedWeights:
         """The same buffers in another process."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
-        return cls(WeightMemory(SharedMemory.attach(handle.memory)), handle.layout, opened)
+        return cls(SharedMemory.attach(handle.memory), handle.layout, opened)
 
     def handle(self) -> SharedWeightsHandle:
         device_data = None
@@ -101,15 +106,6 @@ class SharedWeights:
         return SharedWeightsHandle(memory=self.memory.handle, layout=self.layout, device_data=device_data)
 
     @property
-    def memory(self) -> SharedMemory:
-        return self._buffers.memory
-
-    @property
-    def newest_version(self) -> int:
-        """-1 before the first publication."""
-        return self._buffers.newest_version
-
-    @property
     def takes_long(self) -> bool:
         """Whether a fetch is worth a thread of its own: gigabytes that pass through host memory take seconds."""
         return self._device_data is None and data_bytes(self.layout) >= LONG_BYTES
@@ -118,8 +114,14 @@ class SharedWeights:
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
         """Cast-copy into the older buffer, make it the newest version, and return what lies there; of weights that go
         from a GPU to host memory in their own dtype those on the GPU, which are the same numbers."""
-        self._check_names(tensors)
-        buffer = self._buffers.begin()
+        differing = sorted(tensors.keys() ^ self._tensors[0].keys())
+        if differing:  # one left out would keep the value of two versions before
+            where = "the buffers have no place for it" if differing[0] in tensors else "it is not in what is published"
+            raise ValueError(
+                f"weights to publish are not those that the buffers were made for: {differing[0]!r}, {where} "
+                f"({len(differing)} such names). Publish the same parameters every time."
+            )
+        buffer = self.begin()
         shared: Mapping[str, Tensor] = self._tensors[buffer]
         writer = self._writer_of(tensors)
         if writer is None:
@@ -130,7 +132,7 @@ class SharedWeights:
             # The canary is computed from the returned tensors: they must be the numbers that searchers load, in their dtype.
             if all(tensor.dtype == shared[name].dtype for name, tensor in tensors.items()):
                 shared = tensors
-        self._buffers.finish(buffer, Header(version=version, checksum=found))
+        self.finish(buffer, Header(version=version, checksum=found))
         return Weights(version=version, tensors=shared, checksum=found)
 
     def _writer_of(self, tensors: Mapping[str, Tensor]) -> PackedWriter | None:
@@ -147,32 +149,11 @@ class SharedWeights:
             self._writer = PackedWriter(self.layout, device)
         return self._writer
 
-    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise unless a bundle has the tensors of the layout: one left out would keep the value of two versions before."""
-        differing = sorted(tensors.keys() ^ self._tensors[0].keys())
-        if differing:
-            where = "the buffers have no place for it" if differing[0] in tensors else "it is not in what is published"
-            raise ValueError(
-                f"weights to publish are not those that the buffers were made for: {differing[0]!r}, {where} "
-                f"({len(differing)} such names). Publish the same parameters every time."
-            )
-
-    def add_canary(self, canary: np.ndarray) -> None:
-        """Add to the newest version the log-probs of the canary tokens under what lies in its buffer."""
-        self._buffers.add_canary(canary)
-
-    def canary(self, version: int) -> np.ndarray | None:
-        """float64 [CANARY_TOKENS] of this version; None = not there yet, or overtaken by newer ones."""
-        return self._buffers.canary(version)
-
     def stored(self, version: int) -> Weights | None:
         """Contents of the buffer of a version, for the process that publishes, until it publishes twice more; None = it was
         overwritten, or never published."""
-        found = self._buffers.stored(version)
-        if found is None:
-            return None
-        buffer, header = found
-        return Weights(version=version, tensors=self._tensors[buffer], checksum=header.checksum)
+        buffer = self.buffer_of(version)
+        return None if buffer is None else Weights(version=version, tensors=self._tensors[buffer])
 
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
@@ -189,23 +170,20 @@ class SharedWeights:
     def _fetch(self) -> Weights:
         misses = 0
         for attempt in range(MAX_RETRIES):
-            header = self._buffers.copy_newest(self._copy)
+            header = self.copy_newest(self._copy)
             if header is not None:
-                private = self._private
-                assert private is not None
-                try:
-                    verify(private, published=header.checksum, version=header.version)
-                except ChecksumMismatch as error:
-                    misses += 1
-                    if misses >= MAX_CHECKSUM_MISSES:
-                        raise
-                    logger.warning("%s They are copied again.", error)
-                else:
-                    return Weights(
-                        version=header.version,
-                        tensors=self._private_tensors,
-                        checksum=header.checksum,
-                    )
+                assert self._private is not None
+                version, published, found = header.version, header.checksum, checksum(self._private)
+                if found == published:
+                    return Weights(version=version, tensors=self._private_tensors, checksum=published)
+                misses += 1
+                error = (
+                    f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy "
+                    "is damaged; nothing was loaded."
+                )
+                if misses >= MAX_CHECKSUM_MISSES:
+                    raise ChecksumMismatch(error)
+                logger.warning("%s They are copied again.", error)
             # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(

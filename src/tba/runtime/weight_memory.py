@@ -8,8 +8,8 @@ tries again where it has changed.
     header:  sequence (odd while its buffer is written), version, checksum, 1 + version of the canary (int64), then the
              canary's log-probs (float64)
 
-Readers see a version as soon as it is written; its canary follows when the writer has computed it. What the bytes mean is
-for shared_weights.py; nothing here imports torch, so that processes that pass weights on between machines need not either.
+Readers see a version as soon as it is written; its canary follows when the writer has computed it. Nothing here imports
+torch, so that processes that pass weights on between machines need not either.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def fence() -> None:
     an even sequence number before the data that it stands for. Python has no fence. A lock has: giving it back is a
     release, which nothing before it may pass, and taking it is an acquire, which nothing after it may pass. One cycle does
     not do, for both neighbours may move into it and pass each other there. Of two cycles the first one's release comes
-    before the second one's acquire (ARM never moves an acquire before an earlier release), and so what was before the one
-    before what is after the other. That no other process sees this lock does not matter: order is made by the core that
-    runs this thread, and the memory is one for all. What OpenMP threads copied was done before they joined this thread.
+    before the second one's acquire (ARM never moves an acquire before an earlier release). That no other process sees this
+    lock does not matter: order is made by the core that runs this thread.
     """
     with _FENCE:
         pass
@@ -94,6 +93,11 @@ def data_bytes(layout: Sequence[TensorSpec]) -> int:
     return -(-data // ALIGNMENT) * ALIGNMENT
 
 
+def reserve(size: int) -> SharedMemory:
+    """Memory for two buffers with so many bytes of data each; 0 = the data lies elsewhere."""
+    return SharedMemory.create(_NEWEST_BYTES + 2 * _HEADER_BYTES + 2 * size)
+
+
 class WeightMemory:
     """The bytes of two buffers and the lock that keeps readers from half-written ones."""
 
@@ -101,17 +105,10 @@ class WeightMemory:
         self.memory = memory
         self._newest = memory.array(np.int64, count=1)
         """Number of publications so far; the newest lies in buffer (number - 1) % 2."""
-        self._headers, self._canaries = [], []
-        for buffer in range(2):
-            start = _NEWEST_BYTES + buffer * _HEADER_BYTES
-            self._headers.append(memory.array(np.int64, offset=start, count=_HEADER_NUMBERS))
-            canary = memory.array(np.float64, offset=start + 8 * _HEADER_NUMBERS, count=CANARY_ROOM)
-            self._canaries.append(canary)
-
-    @classmethod
-    def create(cls, size: int) -> WeightMemory:
-        """New buffers with so many bytes of data each; 0 = the data lies elsewhere."""
-        return cls(SharedMemory.create(_NEWEST_BYTES + 2 * _HEADER_BYTES + 2 * size))
+        starts = (_NEWEST_BYTES, _NEWEST_BYTES + _HEADER_BYTES)
+        self._headers = [memory.array(np.int64, offset=start, count=_HEADER_NUMBERS) for start in starts]
+        canaries = (start + 8 * _HEADER_NUMBERS for start in starts)
+        self._canaries = [memory.array(np.float64, offset=start, count=CANARY_ROOM) for start in canaries]
 
     def data(self, buffer: int, size: int) -> np.ndarray:
         """The bytes of a buffer, uint8 [size]."""
@@ -172,13 +169,13 @@ class WeightMemory:
                     return found
         return None
 
-    def stored(self, version: int) -> tuple[int, Header] | None:
+    def buffer_of(self, version: int) -> int | None:
         """The buffer of a version, for the process that writes, until it publishes twice more; None = it was overwritten, or
         never published."""
         for buffer, numbers in enumerate(self._headers):
             # Only the writer calls this, so its loads need no fence against its own stores.
             if numbers[0] > 0 and numbers[0] % 2 == 0 and int(numbers[1]) == version:
-                return buffer, _header(numbers)
+                return buffer
         return None
 
     def copy_newest(self, copy: Callable[[int], None]) -> Header | None:
@@ -189,15 +186,10 @@ class WeightMemory:
         before = int(numbers[0])
         fence()
         if before % 2:
-            # The writer has come round to this buffer since `number` was read.
-            return None
+            return None  # the writer has come round to this buffer since `number` was read
         copy(buffer)
         # Read before the sequence number is compared, so that it is known to belong to what was copied.
-        header = _header(numbers)
+        # `finish` has stored the 64 bits of the checksum as an int64; here they are unsigned again.
+        header = Header(version=int(numbers[1]), checksum=int(numbers[2].astype(np.uint64)))
         fence()
         return header if int(numbers[0]) == before else None
-
-
-def _header(numbers: np.ndarray) -> Header:
-    # `finish` has stored the 64 bits of the checksum as an int64; here they are unsigned again.
-    return Header(version=int(numbers[1]), checksum=int(numbers[2].astype(np.uint64)))

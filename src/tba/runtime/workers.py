@@ -1,8 +1,5 @@
-"""Threads that share out work which comes in pieces, such as the micro-batches of an update.
-
-Each computes its pieces alone: threads that compute one product together wait for each other, spinning, and where one of
-them finds its core taken all of them stand still. Here a busy neighbour costs its share. Torch holds Python's lock only
-between its operations, so pieces should be big.
+"""Threads that share out work which comes in pieces, such as the micro-batches of an update. Each computes its pieces alone
+(placement.py says why). Torch holds Python's lock only between its operations, so pieces should be big.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Workers:
             return
         if self._pool is None:
             torch.get_num_threads()  # a thread that has not used torch before would take over the workers' number
-            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="worker", initializer=_compute_alone)
+            self._pool = ThreadPoolExecutor(self.count, "worker", initializer=torch.set_num_threads, initargs=(1,))
         pending: deque[Future[Result]] = deque()
         try:
             for piece in chain(first, pieces):
@@ -52,7 +49,3 @@ class Workers:
             for future in pending:
                 future.cancel()
             wait(pending)
-
-
-def _compute_alone() -> None:
-    torch.set_num_threads(1)

@@ -1,6 +1,5 @@
-"""The searcher: it generates with the weights it has, scores, and sends. A finished group becomes trajectories with
-log-probs of the frozen reference. Responses whose reward failed are dropped and counted. A searcher is also made from a
-config here."""
+"""The searcher: it generates with the weights it has, scores, and sends. Responses whose reward failed are dropped and
+counted. A searcher is also made from a config here."""
 
 from __future__ import annotations
 
@@ -79,19 +78,19 @@ class SearchCounts:
             self.failures_in_a_row = self.none_in_a_row = 0
         elif not isinstance(outcome, RewardFailed) and all(value is None for value in outcome.values()):
             self.none_in_a_row += 1
-            if self.none_in_a_row >= MOST_FAILURES:
-                raise TooManyRewardFailures(
-                    f"{why} for {self.none_in_a_row} samples in a row, the last of prompt {prompt.id!r}: there is nothing "
-                    "to train on. Have one of task.rewards return a number."
-                )
         else:
             self.failures += 1
             self.failures_in_a_row += 1
-            if self.failures_in_a_row >= MOST_FAILURES:
-                raise TooManyRewardFailures(
-                    f"the reward failed on {self.failures_in_a_row} samples in a row; the last: {why} (prompt "
-                    f"{prompt.id!r}). Fix the reward."
-                )
+        if self.none_in_a_row >= MOST_FAILURES:
+            raise TooManyRewardFailures(
+                f"{why} for {self.none_in_a_row} samples in a row, the last of prompt {prompt.id!r}: there is nothing "
+                "to train on. Have one of task.rewards return a number."
+            )
+        if self.failures_in_a_row >= MOST_FAILURES:
+            raise TooManyRewardFailures(
+                f"the reward failed on {self.failures_in_a_row} samples in a row; the last: {why} (prompt "
+                f"{prompt.id!r}). Fix the reward."
+            )
 
     def state(self) -> dict[str, Any]:
         """Also decides the ids of the next groups."""
@@ -123,11 +122,8 @@ class Searcher:
     incarnation: str = "0"
     """Short id of this start of the searcher, part of the ids of its groups; 0 where the roles take turns."""
     explore: Callable[[Request], Request] = lambda request: request
-    """Gives some rollouts other sampling."""
     reference_samples: ReferenceSamples | None = None
-    """Generates some of a rollout's responses with the reference; None = the policy generates all."""
     step_values: StepValues | None = None
-    """Estimates the value of every step's prefix by further responses; None = the objective does not need it."""
     rollout_lag: float = 0.0
     """Mean over recent rollouts: versions that came from the first token until the group was sent."""
     _rewarded: list[tuple[FinishedGroup, list[Outcome]]] = field(default_factory=list)
@@ -165,7 +161,7 @@ class Searcher:
         """From now on responses are scored, and some generated, by these weights."""
         self.scorer.load_reference(weights)
         if self.reference_samples is not None:
-            self.reference_samples.load(weights)
+            self.reference_samples.engine.load(weights)
 
     def close(self) -> None:
         """End the workers of its rewards and environments."""
@@ -220,8 +216,8 @@ class Searcher:
             versions = self.engine.version - group.completions[0].version
             self.rollout_lag += RECENT * (versions - self.rollout_lag)
             # The number rises by one with each group sent: the receivers' high-water marks take a lower one for a copy.
-            source = f"searcher-{self.index}"
-            group_id = str(GroupId(sender=source, incarnation=self.incarnation, number=self.counts.sent))
+            number = self.counts.sent
+            group_id = str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=number))
             self.sender.send(
                 TrajectoryGroup(
                     id=group_id,
@@ -238,7 +234,8 @@ class Searcher:
 
 @dataclass
 class GroupScorer:
-    """Makes trajectories of finished groups, several at once: the reference pass is cheaper in larger batches."""
+    """Makes trajectories of finished groups, several at once: the reference pass is cheaper in larger batches. One group is
+    always scored by one reference."""
 
     reference: Scorer
     temperature: float
@@ -246,7 +243,6 @@ class GroupScorer:
     reference_version: int = 0
 
     def load_reference(self, weights: Weights) -> None:
-        """From now on groups are scored by these weights; one group is always scored by one reference."""
         self.reference.load(weights)
         self.reference_version = weights.version
 
@@ -260,14 +256,21 @@ class GroupScorer:
                 self.counts.see(outcome, group.prompt)
                 if (components := components_of(outcome)) is not None:
                     samples.append((index, group.prompt, completion, components, values))
-        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _, _ in samples])
-        for (index, _, completion, components, values), log_ref in zip(samples, log_refs):
+        # Equal responses to a prompt are computed once.
+        keys = [(prompt.id, completion.token_ids.tobytes()) for _, prompt, completion, _, _ in samples]
+        distinct = {key: (prompt, completion) for key, (_, prompt, completion, _, _) in zip(keys, samples)}
+        log_refs = dict[tuple[str, bytes], np.ndarray]()
+        if distinct:
+            prompts = [prompt.token_ids for prompt, _ in distinct.values()]
+            responses = [completion.token_ids for _, completion in distinct.values()]
+            log_refs = dict(zip(distinct, self.reference.score(prompts, responses, self.temperature)))
+        for key, (index, _, completion, components, values) in zip(keys, samples):
             # None is a component that does not apply; it is NaN in the arrays of the replay.
             rewards = {name: math.nan if value is None else float(value) for name, value in components.items()}
             trajectory = Trajectory(
                 completion=completion,
                 rewards=rewards,
-                log_ref=log_ref,
+                log_ref=log_refs[key],
                 reference_version=self.reference_version,
                 loss_mask=completion.loss_mask,
                 step_values=values,
@@ -275,30 +278,14 @@ class GroupScorer:
             scored[index].append(trajectory)
         return [tuple(trajectories) for trajectories in scored]
 
-    def _log_refs(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[np.ndarray]:
-        """Reference log-probs of each sample; equal responses to a prompt are computed once."""
-        keys = [(prompt.id, completion.token_ids.tobytes()) for prompt, completion in samples]
-        distinct = dict(zip(keys, samples))
-        if not distinct:
-            return []
-        scores = self.reference.score(
-            [prompt.token_ids for prompt, _ in distinct.values()],
-            [completion.token_ids for _, completion in distinct.values()],
-            self.temperature,
-        )
-        by_response = dict(zip(distinct, scores))
-        return [by_response[key] for key in keys]
-
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
     """Texts for a reader of the run."""
-    return [_text(tokenizer, trajectory) for trajectory in group.trajectories]
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
     # The special tokens of an episode stay: they show where a turn ends, and who speaks next.
-    is_one_turn = bool(trajectory.loss_mask.all())
-    return str(tokenizer.decode(trajectory.completion.token_ids.tolist(), skip_special_tokens=is_one_turn))
+    return [
+        str(tokenizer.decode(each.completion.token_ids.tolist(), skip_special_tokens=bool(each.loss_mask.all())))
+        for each in group.trajectories
+    ]
 
 
 # From a config
@@ -307,18 +294,16 @@ def _text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
     version."""
-    generate = config.generate
-    lora = config.model.lora
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
-        generate,
+        config.generate,
         seed=config.seed,
         max_length=loaded.context,
         update="drain" if config.is_synchronous else "in_flight",
         explores=config.search.explore.probability > 0.0,
     )
-    engine = engine if lora is None else with_adapters(engine, loaded.model)
+    engine = engine if config.model.lora is None else with_adapters(engine, loaded.model)
     return with_environments(engine, config, loaded.tokenizer)
 
 

@@ -56,25 +56,22 @@ class StepValues:
             for start in own
         }
         value_of = self._values(engine, groups, prefixes)
-
-        def values_of(index: int, token_ids: np.ndarray, own: list[int]) -> np.ndarray:
+        values: list[list[np.ndarray]] = [[] for _ in groups]
+        for index, token_ids, own in (response for of_group in starts for response in of_group):
             # A value stands at the first token of its step, NaN at the others.
-            values = np.full(len(token_ids), np.nan, np.float32)
-            values[own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
-            return values
-
-        return [[values_of(*response) for response in of_group] for of_group in starts]
+            values[index].append(np.full(len(token_ids), np.nan, np.float32))
+            values[index][-1][own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
+        return values
 
     def step_starts(self, token_ids: np.ndarray) -> list[int]:
         """First token of every step: 0, and what follows a line break."""
-        # The last token is left out: no step begins after it.
-        ends = [place for place, token in enumerate(token_ids[:-1].tolist()) if self._ends_step(token)]
-        return [0, *(place + 1 for place in ends)]
-
-    def _ends_step(self, token: int) -> bool:
-        if token not in self._breaks:
-            self._breaks[token] = "\n" in self.tokenizer.decode([token])
-        return self._breaks[token]
+        starts = [0]
+        for place, token in enumerate(token_ids[:-1].tolist(), start=1):  # no step begins after the last token
+            if token not in self._breaks:
+                self._breaks[token] = "\n" in self.tokenizer.decode([token])
+            if self._breaks[token]:
+                starts.append(place)
+        return starts
 
     def _values(
         self, engine: Engine, groups: Sequence[FinishedGroup], prefixes: Mapping[Prefix, np.ndarray]

@@ -122,7 +122,8 @@ class RoleHost:
     def exchange(self, counters: bytes, timeout_seconds: float) -> Exchanged:
         """Take in the shared counters and hand out what the role has sent; waits for that, but not longer than the time."""
         # The role's own part is left out: the role writes it in this memory, and the starter's copy of it is older.
-        self._counters.take_others(np.frombuffer(counters, np.float64), self._own)
+        values, found, own = self._counters.values, np.frombuffer(counters, np.float64), self._own
+        values[: own.start], values[own.stop :] = found[: own.start], found[own.stop :]
         frames: list[bytes] = []
         try:
             self._take(frames, self._frames.get(timeout=timeout_seconds))

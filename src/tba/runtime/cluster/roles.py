@@ -135,7 +135,7 @@ class ClusterRole:
             found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
-                self._counters.take_own(np.frombuffer(found.row, np.float64), self._own)
+                self._counters.values[self._own] = np.frombuffer(found.row, np.float64)
             self._frames += found.frames
             if self._copy is not None and found.files is not None and self.alive:
                 # One that came to its end may have just saved; one that was killed has not, and the next one is due.

@@ -22,7 +22,7 @@ import ray.exceptions
 
 from tba.runtime.counters import SharedMemory
 from tba.runtime.links import ConnectionHandle
-from tba.runtime.weight_memory import Header, SharedWeightsHandle, WeightMemory, data_bytes
+from tba.runtime.weight_memory import Header, SharedWeightsHandle, WeightMemory, data_bytes, reserve
 
 logger = logging.getLogger("tba")
 
@@ -53,11 +53,7 @@ class WeightRelay:
     way to each, so a slow node gets fewer versions and delays no other."""
 
     def __init__(self, connection: ConnectionHandle) -> None:
-        handles: dict[Kind, SharedWeightsHandle | None] = {
-            "weights": connection.weights,
-            "references": connection.references,
-        }
-        self._sources = [_Source(kind, handle) for kind, handle in handles.items() if handle is not None]
+        self._sources = [_Source(kind, handle) for kind, handle in _handles(connection).items()]
         self._receivers: dict[str, Give] = {}
         self._given: dict[tuple[str, Kind], tuple[int, Any]] = {}
         """Number of the last offer and the call that delivers it, by receiver and kind."""
@@ -101,6 +97,11 @@ class WeightRelay:
                 self._given[name, offer.kind] = (offer.number, give(offer, [data]))
 
 
+def _handles(connection: ConnectionHandle) -> dict[Kind, SharedWeightsHandle]:
+    found: dict[Kind, SharedWeightsHandle] = {"weights": connection.weights}
+    return found if connection.references is None else {**found, "references": connection.references}
+
+
 class _Source:
     """The trainer's buffers of one kind, and the newest version in the object store."""
 
@@ -140,12 +141,8 @@ class WeightMirror:
 
     def __init__(self, connection: ConnectionHandle) -> None:
         """`connection` is the trainer's: of its buffers only the layout has a meaning here."""
-        handles: dict[Kind, SharedWeightsHandle | None] = {
-            "weights": connection.weights,
-            "references": connection.references,
-        }
-        self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
-        self._buffers = {kind: WeightMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
+        self._layouts = {kind: handle.layout for kind, handle in _handles(connection).items()}
+        self._buffers = {kind: WeightMemory(reserve(data_bytes(own))) for kind, own in self._layouts.items()}
 
     @property
     def is_filled(self) -> bool:
