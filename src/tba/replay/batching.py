@@ -38,13 +38,11 @@ class PackedGroup:
     """One array per fact: `version`, `truncated` and `rewards` [R, C]; `log_importance`, the clipped log of reference /
     behaviour probability (0 where that is unknown); `has_lag`, whether the policy of some version generated the response."""
     reference_version: int
-    """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, responses: Sequence[int]) -> PackedGroup:
-        """Some of the responses, in the order given."""
         if len(responses) == len(self):
             return self
         return PackedGroup(

@@ -64,9 +64,7 @@ class ReplayBuffer:
         self._truncated_reward = truncated_reward
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
         self._queue = None if uses_per_group is None else GroupQueue(uses_per_group, max_waiting=max_waiting_groups)
-        """Groups in the order of their arrival."""
         self._entries: dict[int, PromptEntry] = {}
-        """Entries by index; each has at least one response."""
         self._entry_of: dict[tuple[str, int], PromptEntry] = {}
         """The same entries by prompt id and reference version."""
         self._groups: deque[BufferedGroup] = deque()
@@ -87,12 +85,10 @@ class ReplayBuffer:
         """Step - version of each response of the last sample."""
 
     def __len__(self) -> int:
-        """Number of stored responses."""
         return self._num_responses
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts with a stored response."""
         # Under two references at a time a prompt has two entries.
         if len(self._draws) <= 1:
             return len(self._entries)
@@ -295,7 +291,6 @@ class ReplayBuffer:
                 self._evict(self._entries[oldest.entry], min(excess, num_stored), keep=entry)
 
     def _evict(self, entry: PromptEntry, count: int, *, keep: PromptEntry) -> None:
-        """Remove the oldest responses of an entry."""
         self._counts["evicted"] += max(0, count)
         self._remove(entry, np.arange(count), keep=keep)
 
@@ -305,7 +300,6 @@ class ReplayBuffer:
             self._remove(self._entries[group.entry], positions)
 
     def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
-        """Take responses out; an entry left empty goes too, except the one about to be filled."""
         if not len(positions):
             return
         self._num_tokens -= entry.discard(positions)
@@ -377,4 +371,3 @@ STATE = (
     *("rng", "marks", "_draws", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
     *("_next_arrival", "_next_entry", "_num_responses", "_num_tokens"),
 )
-"""Fields of the state that are saved as they are."""

@@ -29,7 +29,6 @@ logger = logging.getLogger("tba.replay")
 DAMAGED = (sqlite3.Error, UnicodeDecodeError)
 """Errors of a damaged file; the latter where SQLite names in its message what it could not read."""
 SCHEMA_VERSION = 1
-"""Number in PRAGMA user_version."""
 SCHEMA = """
 CREATE TABLE groups (
     arrival INTEGER PRIMARY KEY,     -- counts groups in the order in which they were received, from 1
@@ -55,7 +54,6 @@ INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?
 RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
 SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Endings of the names of the files that a database is made of."""
 Durability = Literal["process", "power", "node"]
 
 NETWORK_FILESYSTEMS = (
@@ -75,7 +73,6 @@ class StoredGroup:
 
     arrival: int
     step: int
-    """Optimizer steps done when it was received."""
     time: float
     group: TrajectoryGroup
 
@@ -231,7 +228,6 @@ def place_database(home: Path) -> Path:
 
 
 def find_database(home: Path) -> Path:
-    """The database of a run folder, wherever it is now."""
     noted = location_file(home)
     return Path(noted.read_text(encoding="utf-8").strip()) if noted.is_file() else home
 
@@ -247,7 +243,6 @@ def stored_file(home: Path) -> Path:
 
 
 def read_stored(home: Path) -> int | None:
-    """Number of the group that was committed last; None = nothing says."""
     try:
         return int(stored_file(home).read_text())
     except (OSError, ValueError):

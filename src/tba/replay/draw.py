@@ -30,7 +30,6 @@ class PromptEntry:
     """
 
     index: int
-    """Name of the entry in the buffer; never given to another."""
     prompt_id: str
     prompt_tokens: np.ndarray
     reference_version: int
@@ -45,11 +44,9 @@ class PromptEntry:
     """Arrival number of the first response of the newest group."""
 
     def __len__(self) -> int:
-        """Number of responses stored."""
         return len(self.ids)
 
     def append(self, ids: Sequence[bytes], floats: Sequence[bytes], columns: Mapping[str, np.ndarray]) -> None:
-        """Add the responses of a group as the newest."""
         if self.arrival_of is not None:
             # The newest of equal responses is listed: the buffer has removed the older ones (`_make_room`).
             self.arrival_of.update(zip(ids, columns["arrival"].tolist()))
@@ -88,7 +85,6 @@ class BufferedGroup:
     oldest_version: int
     """Oldest version among the responses whose lag counts."""
     uses: int = 0
-    """Number of times that the queue has given the group out."""
 
     def positions(self, entries: Mapping[int, PromptEntry]) -> np.ndarray:
         """Positions of the stored responses, oldest first; none where the entry is gone."""
@@ -117,7 +113,6 @@ class GroupQueue:
         return [self.groups.popleft() for _ in range(len(self.groups) - most)]
 
     def holds(self, num_groups: int, entries: Mapping[int, PromptEntry], *, reference_version: int) -> bool:
-        """Whether so many groups can be drawn."""
         ready = self._ready(entries, reference_version)
         return sum(1 for _ in islice(ready, num_groups)) == num_groups
 
@@ -294,7 +289,6 @@ class PromptDraws:
         self.fresh.put(prompt)
 
     def remove(self, prompt: int) -> None:
-        """Never draw a prompt again: its last response has left."""
         self.all.remove(prompt)
         if prompt in self.fresh:
             self.fresh.remove(prompt)
@@ -330,11 +324,9 @@ class DrawWithoutReplacement:
         self._prompts: list[int] = []
         """Prompts; the first `_num_undrawn` can still be drawn in this round, the others have been."""
         self._index: dict[int, int] = {}
-        """Where each prompt stands in `_prompts`."""
         self._num_undrawn = 0
 
     def __len__(self) -> int:
-        """Number of prompts, drawn or not."""
         return len(self._prompts)
 
     def __iter__(self) -> Iterator[int]:
@@ -353,7 +345,6 @@ class DrawWithoutReplacement:
             self._num_undrawn += 1
 
     def remove(self, prompt: int) -> None:
-        """Forget a prompt."""
         # First out of the undrawn part, then to the end: swapping an undrawn prompt with the last one directly would put a
         # drawn prompt among the undrawn.
         if self._index[prompt] < self._num_undrawn:

@@ -52,15 +52,11 @@ GATHER_GROUPS, GATHER_SECONDS = 16, 0.1
 """Groups that the writer gathers before a commit, and the longest time that it does so: committed one by one, they would
 cost three times as much. Where many come, it does not wait, or late acknowledgements would hold fast searchers back."""
 MAX_PENDING_BYTES = 256 * 2**20
-"""Memory of groups that wait to be written; a caller that would exceed it waits."""
 BYTES_PER_TOKEN, BYTES_PER_GROUP = 17, 2_048
-"""Estimated memory of a waiting group."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """A group on its way to the writer."""
-
     group: TrajectoryGroup | None
     """None = it came before, and only its acknowledgement waits for a commit."""
     id: GroupId
@@ -80,15 +76,10 @@ class GroupStore:
     path: Path
     durability: Durability
     capacity: int
-    """Responses that rows are kept for."""
     reward_weights: Mapping[str, float]
-    """Weights of the reward components in the column `reward`."""
     row: RoleCounters = field(default_factory=lambda: RoleCounters(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS))
-    """Where the caller's wait shows."""
     wait_seconds: float = 300.0
-    """Deadline of that wait."""
     clock: Callable[[], float] = time.time
-    """Seconds since 1970, for the column `time`."""
     final_copy: Path | None = None
     """Where the file moves at the end; None = it stays. For a file that could not be made in the run folder."""
 
@@ -108,17 +99,14 @@ class GroupStore:
         self._num_appended, self._appended_bytes, self._closed = 0, 0, False
         self._num_committed, self._committed_bytes = 0, 0
         self._committed: deque[str] = deque()
-        """Ids for `committed`; the writer puts them in, the caller takes them out."""
         self._error: DurableReplayError | None = None
         """Set by the writer, which commits nothing from then on."""
         self._told = False
-        """Whether the error was raised in the caller."""
         self._writer = threading.Thread(target=self._write, daemon=True, name="durable-replay")
         self._writer.start()
 
     @property
     def marks(self) -> dict[str, int]:
-        """The highest number of each source that was ever stored."""
         return self._marks.by_source
 
     def append(self, group: TrajectoryGroup, *, step: int) -> bool:
@@ -155,7 +143,6 @@ class GroupStore:
         return new
 
     def committed(self) -> list[str]:
-        """Ids of the groups committed since the last call."""
         self._raise_error()
         # The length is taken first: ids that the writer adds meanwhile come with the next call.
         return [self._committed.popleft() for _ in range(len(self._committed))]

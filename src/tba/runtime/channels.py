@@ -50,8 +50,6 @@ class Stopped(Exception):
 
 
 class LocalGroups:
-    """A queue inside one process: sender and receiver in one."""
-
     def __init__(self) -> None:
         self._groups: list[TrajectoryGroup] = []
 
@@ -95,8 +93,6 @@ class LaggedWeights:
 
 
 class LocalWeights:
-    """Publishing inside one process: the engine loads at once."""
-
     def __init__(self, load: Callable[[Weights], None]) -> None:
         self._load = load
 

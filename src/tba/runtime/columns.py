@@ -57,7 +57,6 @@ LISTS = {
     "reference_version": "reference_versions",
     "has_step_values": "has_step_values",
 }
-"""Fields of ResponseColumns that are lists, by their key in the header."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +127,6 @@ class ResponseColumns(Sequence[Trajectory]):
 
     @property
     def starts(self) -> np.ndarray:
-        """Where the tokens of each response begin, int64 [R]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def components(self, names: Sequence[str]) -> np.ndarray:
@@ -149,12 +147,10 @@ class ResponseColumns(Sequence[Trajectory]):
         )
 
     def combined_rewards(self, weights: Mapping[str, float]) -> list[float]:
-        """`types.combined_reward` of each response."""
         return total_reward(list(self.components(list(weights)).T), list(weights.values())).tolist()
 
 
 def columns_of(group: TrajectoryGroup) -> ResponseColumns:
-    """The responses of a group as columns, packed now unless they are already."""
     responses = group.trajectories
     return responses if isinstance(responses, ResponseColumns) else pack_responses(responses, group.id)
 

@@ -67,7 +67,6 @@ class LocalRuntime:
             device = torch.device("cpu")
         self._buffers = SharedWeights.create(tensors, dtype, device=device)
         self._references = SharedWeights.create(tensors, dtype, device=device) if reference_resets else None
-        """Where a new reference is published."""
         self._canary = canary
         self._copies = copies
         self._not_copied: set[str] = set()
@@ -81,7 +80,6 @@ class LocalRuntime:
         self._wanted_evaluations: list[int] = []
         self._evaluator: Incarnation | None = None
         self._failure: str | None = None
-        """Why there are no searchers any more."""
         self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
@@ -157,7 +155,6 @@ class LocalRuntime:
         incarnation.process.link.send(("rollouts", self.prompt_queue.lease(incarnation.holder, count)))
 
     def _forget(self, incarnation: Incarnation) -> None:
-        """A searcher has ended: others get its rollouts."""
         self.pool.forget(incarnation)
         self.prompt_queue.hand_back(incarnation.holder)
         # A process that takes its place asks for rollouts itself, and gets these first (`PromptQueue.lease`). Otherwise they
@@ -214,7 +211,6 @@ class LocalRuntime:
             self._evaluator.process.link.send(("evaluate", self._wanted_evaluations[-1]))
 
     def take_evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Versions whose evaluation has come since the last call, with its metrics."""
         taken, self._evaluations = self._evaluations, []
         return taken
 
@@ -223,7 +219,6 @@ class LocalRuntime:
         return self._buffers.stored(version)
 
     def stop(self) -> None:
-        """End all searchers; returns when they have ended."""
         if self._stopped:
             return
         self.pool.stop()
@@ -235,8 +230,6 @@ class LocalRuntime:
 
 
 class TrainerConnection:
-    """The side of searcher `index`, over its link to the trainer and shared memory."""
-
     def __init__(
         self,
         link: Link,

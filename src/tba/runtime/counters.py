@@ -24,7 +24,6 @@ from tba.runtime.deadlines import Idleness
 logger = logging.getLogger("tba")
 
 RAM = Path("/dev/shm")
-"""Where Linux has files in memory."""
 
 
 class SharedMemory:
@@ -79,7 +78,6 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, handle: str) -> SharedMemory:
-        """The memory that another process has made."""
         fd = os.open(handle, os.O_RDWR)
         memory = cls(fd, os.fstat(fd).st_size)
         memory.handle = handle
@@ -87,7 +85,6 @@ class SharedMemory:
         return memory
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
-        """A view of part of the memory."""
         return np.frombuffer(self._map, dtype=dtype, offset=offset, count=count)
 
     def close(self) -> None:
@@ -131,7 +128,6 @@ SEARCHER_FIELDS = ("heartbeat", "work", "wait", *SHOWN, "done", "of", *TRAINERS_
 is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
 and `of` count the responses of an evaluation, `of` = 0: none goes on."""
 WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
-"""Numbers of each part of the shared counters, in the order in which they lie in memory."""
 
 Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
@@ -179,7 +175,6 @@ class SharedCounters:
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
     def places(self) -> dict[int, Place]:
-        """Searchers that are wanted, by their number."""
         found = {index: PLACES[int(row["place"])] for index, row in enumerate(self._searchers)}
         return {index: place for index, place in found.items() if place != "none"}
 
@@ -215,19 +210,16 @@ class SharedCounters:
         return self.supervisor["replaced_before"] + self.trainer["replaced"]
 
     def trainer_begins(self) -> None:
-        """Another trainer begins, with searchers of its own."""
         # This comes before the rows are cleared: `replaced` adds the number of the trainer that has ended.
         self.supervisor["replaced_before"] = self.replaced
         for row in (self.trainer, *self._searchers):
             row.clear()
 
     def heartbeats(self) -> dict[str, float]:
-        """Heartbeats so far of each searcher that runs."""
         running = [index for index, place in self.places().items() if place == "filled"]
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
     def statuses(self) -> list[RoleStatus]:
-        """One line per role with its state, for the terminal."""
         trainer = self.trainer
 
         def evaluates(row: RoleCounters, step: float) -> str:
@@ -266,7 +258,6 @@ class SharedCounters:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counts of each searcher so far: `searcher/0/groups`."""
         places = self.places()
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
@@ -277,13 +268,10 @@ class SharedCounters:
 
 
 class RoleCounters:
-    """Named float64 numbers of one role."""
-
     def __init__(self, values: np.ndarray, fields: tuple[str, ...]) -> None:
         self._values = values
         self._index = {name: place for place, name in enumerate(fields)}
         self._alive = next((name for name in ("heartbeat", "pool_beats") if name in fields), None)
-        """The number that rises while the role lives."""
         self._silence = Idleness()
 
     def silence(self) -> float:

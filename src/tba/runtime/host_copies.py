@@ -23,7 +23,6 @@ from tba.runtime.weight_memory import TensorSpec, data_bytes
 logger = logging.getLogger("tba")
 
 _ROW = 2048
-"""Number of int64 values summed before they are weighted."""
 ROW_BYTES = 8 * _ROW
 PART_BYTES = 4096 * ROW_BYTES
 """Bytes that are packed on the GPU at once, 64 MiB: whole rows of the checksum."""
@@ -53,7 +52,6 @@ def row_sums(data: Tensor) -> Tensor:
 
 
 def checksum_of_rows(rows: Tensor) -> int:
-    """The checksum of a bundle whose rows have these sums."""
     # Fletcher-like: the rows weighted by their number, so that rows out of place are seen too.
     weighted = rows * torch.arange(1, len(rows) + 1, device=rows.device)
     place_sum, plain_sum = torch.stack([weighted.sum(), rows.sum()]).tolist()
@@ -86,7 +84,6 @@ class PackedWriter:
     the GPU, where that takes no time beside the copy."""
 
     def __init__(self, layout: Sequence[TensorSpec], device: torch.device, *, part_bytes: int = PART_BYTES) -> None:
-        """`part_bytes` are whole rows of the checksum."""
         self._layout = layout
         self._size = data_bytes(layout)
         self._part = torch.empty(min(part_bytes, self._size), dtype=torch.uint8, device=device)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tba.runtime.weight_memory import SharedWeightsHandle
 
 STOP = ("stop", None)
-"""Trainer to searcher: end now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,6 @@ class ConnectionHandle:
     counters: str
     weights: SharedWeightsHandle
     references: SharedWeightsHandle | None
-    """Where new references are published; None = they never are."""
 
 
 class RunCannotGoOn(RuntimeError):
@@ -94,7 +92,6 @@ class Link:
         return self.send_bytes(pickled(message))
 
     def send_bytes(self, body: bytes) -> bool:
-        """Send a message that is pickled already."""
         if self._outbox is None:
             return self._send(body)
         self._outbox.put(body)
@@ -108,7 +105,6 @@ class Link:
             return None
 
     def drain(self) -> list[Any]:
-        """All messages that have arrived."""
         # Only one thread takes messages out, so at least qsize() of them are there.
         found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         return [message for message in found if message is not None]

@@ -37,9 +37,7 @@ class RolePlacement:
     """Devices by name, all of them real: RolePlacement(trainer=("cuda:0",), searchers=("cuda:1", "cuda:2"), ...)"""
 
     trainer: tuple[str, ...]
-    """Devices of the trainer, one per rank."""
     searchers: tuple[str, ...]
-    """Device of each searcher that the run starts with."""
     later: frozenset[str]
     """Devices of all searchers that may join, those of the start included."""
     sees_one: bool = False
@@ -70,7 +68,6 @@ class RolePlacement:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of the trainer's ranks, then of the searchers."""
         return self.trainer + self.searchers
 
     @property
@@ -90,7 +87,6 @@ class RolePlacement:
 
     @property
     def shared_gpus(self) -> list[str]:
-        """GPUs that several roles use."""
         counts = Counter((*dict.fromkeys(self.trainer), *self.searchers))
         return sorted(device for device, count in counts.items() if device != "cpu" and count > 1)
 
@@ -125,13 +121,10 @@ LEFT = 1
 MOST_THREADS = 16
 """Of a process by default: small models gain little by more, and what was measured had four cores."""
 SYSTEM = Path("/")
-"""Where /proc, /sys and /dev are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleThreads:
-    """Numbers of threads: RoleThreads(trainer=4, searcher=1)"""
-
     trainer: int
     """Number of threads of the trainer's process, and of each of its ranks."""
     searcher: int

@@ -35,13 +35,11 @@ ROLE_MODULES = (
 )
 """Modules that trainer and searchers need. The process that they are forked from imports them once."""
 KILL_SECONDS = 10.0
-"""Time for a process to end that was killed."""
 IMPORT_SECONDS = 300
 """Time for a new server to import what roles need and to fork the first one."""
 START_SECONDS = 15
 """Time for a server to fork a role later on, which takes milliseconds."""
 CHECK_SECONDS = 0.05
-"""Longest time between two looks at a role whose end is waited for."""
 
 
 class RoleDied(RuntimeError):
@@ -274,7 +272,6 @@ class ForkServer:
         self._process = process
         self._lock = threading.Lock()
         self._seconds = IMPORT_SECONDS
-        """Time for an answer."""
         atexit.register(self.close)
 
     @classmethod
@@ -340,7 +337,6 @@ class ForkServer:
         environment: Mapping[str, str],
         starts_roles: bool = False,
     ) -> ForkedProcess:
-        """Fork a role; returns as soon as it runs."""
         request = {"name": name, "link": link, "numbers": [link, *descriptors], "starts_roles": starts_roles}
         request |= {"environment": dict(environment), "folder": os.getcwd()}
         told, telling = Pipe(duplex=False)
@@ -368,7 +364,6 @@ class ForkServer:
             return False
 
     def close(self) -> None:
-        """End the server and, with it, every role that still runs."""
         self._requests.close()
         self._socket.close()
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):

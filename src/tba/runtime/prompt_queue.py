@@ -21,7 +21,6 @@ class RolloutRequest:
     number: int
     """Place among all rollouts of the run, in the order in which they were first handed out."""
     prompt: int
-    """Index of the prompt in the task's train split."""
     epoch: int
     """Number of earlier rollouts of the prompt: sample indices follow from it, so that no randomness is used
     twice."""
@@ -38,7 +37,6 @@ class PromptQueue:
         self._shuffle = shuffle
         self._order: tuple[int, list[int]] | None = None
         self._handed_out = 0
-        """Number of the next new rollout."""
         self._leased: dict[str, dict[int, RolloutRequest]] = {}
         """Rollouts whose group has not arrived, by holder and number."""
         self._handed_back: list[RolloutRequest] = []
@@ -126,7 +124,6 @@ class RolloutSource:
         self._ask = ask
         self._size = size
         self._rollouts: list[RolloutRequest] = []
-        """A heap."""
         self._coming = 0
 
     @classmethod
@@ -153,7 +150,6 @@ class RolloutSource:
         return self._rollouts[0] if self._rollouts else None
 
     def take(self) -> RolloutRequest:
-        """Take the rollout that peek shows."""
         # Where the roles take turns the stock is empty before each rollout, and this asks for the next one.
         self.peek()
         return heapq.heappop(self._rollouts)

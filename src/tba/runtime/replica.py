@@ -27,7 +27,6 @@ CREATE TABLE IF NOT EXISTS groups (
 )"""
 INSERT = "INSERT OR IGNORE INTO groups (source, number, responses, body) VALUES (?, ?, ?, ?)"
 GROUPS = "groups.sqlite"
-"""Name of the file in a replica's folder."""
 
 
 class ReplicaFailed(RuntimeError):
@@ -78,7 +77,6 @@ class Replica:
                     yield row[0]
 
     def ids(self) -> list[str]:
-        """Ids of the groups, in the order of their arrival."""
         found = self._database.execute("SELECT source, number FROM groups ORDER BY arrival").fetchall()
         return [f"{source}/{number}" for source, number in found]
 

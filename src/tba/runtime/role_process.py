@@ -45,7 +45,6 @@ from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 MAX_DESCRIPTORS = 64
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
 """Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
@@ -59,7 +58,6 @@ def die_with_parent() -> None:
 
 
 def show_as(name: str) -> None:
-    """Have `ps` and `top` show this process under a name, 15 letters of it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
@@ -105,7 +103,6 @@ def serve(caller: socket.socket) -> None:
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, Connection] = {}
-    """By process: where its exit status goes."""
     while True:
         ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:

@@ -25,7 +25,6 @@ from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, l
 logger = logging.getLogger("tba")
 
 CHECK_SECONDS = 0.1
-"""Time between two looks at the processes."""
 MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
 """Processes in a row that may end before they have sent so many groups; a place in the pool is given up then. A prompt
 that kills every searcher is handed to the next one first, so that it does not last much longer."""
@@ -94,9 +93,7 @@ class Member:
     early_ends: int = 0
     """Processes in a row that ended before they had sent FEW_GROUPS groups."""
     starts_at: float = 0.0
-    """When the next process may start."""
     given_up: bool = False
-    """Whether too many in a row ended at once."""
     closed: bool = False
     """Whether the run goes on without it, as was asked."""
 
@@ -127,7 +124,6 @@ class SearcherPool:
         self._may_start = may_start
         self._start: Callable[[int, str], Role]
         self._count = 0
-        """Number of searchers, unless another one was asked for from outside."""
         self._wanted = -1
         """The number that was asked for when it was looked at last; 0 = none was."""
         self._members: list[Member] = []
@@ -149,12 +145,10 @@ class SearcherPool:
         return sorted(self._incarnations, key=lambda each: each.index)
 
     def forget(self, incarnation: Incarnation) -> None:
-        """The trainer has taken in all that one sent that is gone."""
         # The trainer's thread removes while the pool's may append: each is one operation on the list and needs no lock.
         self._incarnations.remove(incarnation)
 
     def show_stacks(self) -> None:
-        """Have all searchers and this process write to their logs what they are doing."""
         for incarnation in self.incarnations():
             incarnation.process.show_stacks()
         dump_stacks([os.getpid()])

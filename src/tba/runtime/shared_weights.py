@@ -68,11 +68,9 @@ class SharedWeights(WeightMemory):
         self._data = device_data or [torch.from_numpy(self.data(buffer, size)) for buffer in range(2)]
         self._tensors = [_views(data, self.layout) for data in self._data]
         self._private: Tensor | None = None
-        """A reader's copy of a buffer."""
         self._private_tensors: dict[str, Tensor] = {}
         """Views of that copy: hundreds, which would take milliseconds to make at every fetch."""
         self._stream: torch.cuda.Stream | None = None
-        """A reader's stream on a GPU."""
         self._loaded: torch.cuda.Event | None = None
         """The device has passed it when the private copy is not read any longer; None = the reader has not said."""
         self._writer: PackedWriter | None = None
@@ -82,7 +80,6 @@ class SharedWeights(WeightMemory):
     def create(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, device: torch.device | None = None
     ) -> SharedWeights:
-        """New buffers, in host memory or on a GPU."""
         layout = layout_of(tensors, dtype)
         size = data_bytes(layout)
         on_gpu = device is not None and device.type == "cuda"
@@ -91,7 +88,6 @@ class SharedWeights(WeightMemory):
 
     @classmethod
     def attach(cls, handle: SharedWeightsHandle) -> SharedWeights:
-        """The same buffers in another process."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
         return cls(SharedMemory.attach(handle.memory), handle.layout, opened)

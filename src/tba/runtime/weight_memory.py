@@ -26,7 +26,6 @@ from tba.runtime.counters import SharedMemory
 
 ALIGNMENT = 64
 CANARY_ROOM = 64
-"""Number of log-probs of a canary."""
 # The counter takes 8 of these bytes; the others keep the headers and the data at multiples of ALIGNMENT.
 _NEWEST_BYTES = 64
 _HEADER_NUMBERS = 4
@@ -59,7 +58,6 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Name of a torch dtype."""
     offset: int
     """Bytes from the start of a buffer's data."""
 
@@ -88,7 +86,6 @@ class Header:
 
 
 def data_bytes(layout: Sequence[TensorSpec]) -> int:
-    """Size of one buffer's data."""
     data = 0 if not layout else layout[-1].offset + layout[-1].num_bytes
     return -(-data // ALIGNMENT) * ALIGNMENT
 
@@ -117,7 +114,6 @@ class WeightMemory:
 
     @property
     def number(self) -> int:
-        """Number of publications so far."""
         return int(self._newest[0])
 
     @property
@@ -136,7 +132,6 @@ class WeightMemory:
         return buffer
 
     def finish(self, buffer: int, header: Header) -> None:
-        """The buffer is written: make it the newest version."""
         numbers = self._headers[buffer]
         # No canary yet: the one that lies in this buffer is of the publication two before this one.
         numbers[1], numbers[2], numbers[3] = header.version, np.uint64(header.checksum).astype(np.int64), 0

@@ -33,7 +33,6 @@ GROUPS_AT_ONCE = 4
 """Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
 one another only a few decode steps."""
 RECENT = 0.1
-"""Weight of the newest rollout in the mean of recent ones."""
 MOST_FAILURES = 100
 """Samples in a row without a reward that stop a run: a judge that hiccups fails fewer, a broken reward soon gets there."""
 
@@ -47,22 +46,17 @@ class SearchCounts:
     """Counts of a searcher so far. The trainer sees them, and checkpoints of runs in one process hold them."""
 
     generated: int = 0
-    """Number of groups whose responses are complete."""
     sent: int = 0
-    """Number of groups that were scored and sent."""
     responses: int = 0
     tokens: int = 0
     failures: int = 0
-    """Samples that were lost to a failing reward."""
     failures_in_a_row: int = 0
     none_in_a_row: int = 0
     """Samples of which every reward was None: no failure, but nothing to train on either."""
     tool_calls: int = 0
     tool_errors: int = 0
-    """Calls that could not be read, or gave an error."""
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Count the complete responses of a rollout."""
         self.generated += 1
         self.responses += len(completions)
         for completion in completions:
@@ -164,7 +158,6 @@ class Searcher:
             self.reference_samples.engine.load(weights)
 
     def close(self) -> None:
-        """End the workers of its rewards and environments."""
         self.engine.close()
         self.rewards.close()
         if self.step_values is not None:
@@ -280,7 +273,6 @@ class GroupScorer:
 
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
-    """Texts for a reader of the run."""
     # The special tokens of an episode stay: they show where a turn ends, and who speaks next.
     return [
         str(tokenizer.decode(each.completion.token_ids.tolist(), skip_special_tokens=bool(each.loss_mask.all())))

@@ -41,14 +41,12 @@ class PromptStream:
         self._samples_per_prompt = samples_per_prompt
 
     def peek(self) -> RolloutRequest | None:
-        """The next rollout; None = there is none now."""
         return self._rollouts.peek()
 
     def __iter__(self) -> Iterator[Request]:
         return self
 
     def __next__(self) -> Request:
-        """The rollout that peek has shown, as a request."""
         rollout = self._rollouts.take()
         return Request(
             prompt=self._prompts[rollout.prompt],
@@ -180,7 +178,6 @@ class ReferenceSamples:
     engine: Engine
     """An engine of its own with the reference's weights, not the one that searches."""
     count: int
-    """Number of responses of each rollout."""
     sampling: Sampling
     between_steps: Callable[[], None] | None = None
 

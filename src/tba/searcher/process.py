@@ -70,7 +70,6 @@ class WeightLoader:
         """Canaries of versions that the engine may come to use. The trainer may write over one before that: while large
         weights are fetched, or while the engine waits for its responses to end."""
         self._thread: ThreadPoolExecutor | None = None
-        """Fetches weights that take long, beside the decode steps."""
         self._fetching: Future[Weights] | None = None
 
     def load_newer(self) -> None:
@@ -159,7 +158,6 @@ class SearcherRole:
         self.tick()
 
     def tick(self) -> None:
-        """Work between two decode steps."""
         show_work(self.connection.row, self.searcher.engine, self.searcher.counts)
         self._tick(may_evaluate=self._has_sent_first)
 
@@ -211,7 +209,6 @@ def show_work(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
 
 
 def show(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
-    """The numbers that the trainer shows."""
     row["version"], row["failures"] = engine.version, counts.failures
     row["groups"], row["responses"], row["tokens"] = counts.sent, counts.responses, counts.tokens
     row["tool_calls"], row["tool_errors"] = counts.tool_calls, counts.tool_errors

@@ -39,7 +39,6 @@ class StepValues:
     its own reward does."""
     between_steps: Callable[[], None] | None = None
     _breaks: dict[int, bool] = field(default_factory=dict)
-    """Token id -> whether a step ends with it."""
 
     def __call__(self, engine: Engine, groups: Sequence[FinishedGroup]) -> list[list[np.ndarray]]:
         """For each group and response. NaN at the first token too where no continuation could be scored. All prefixes of all
@@ -76,7 +75,6 @@ class StepValues:
     def _values(
         self, engine: Engine, groups: Sequence[FinishedGroup], prefixes: Mapping[Prefix, np.ndarray]
     ) -> dict[Prefix, float]:
-        """Mean reward of each prefix's continuations."""
         requests = []
         for (index, _), prefix in prefixes.items():
             prompt, completions = groups[index].prompt, groups[index].completions

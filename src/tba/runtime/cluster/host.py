@@ -1,8 +1,6 @@
 """The Ray actor that a role runs under: it holds the role's resources on a node, starts the role as a process there, and
 stands for the rest of the run towards it. The process finds counters, weight buffers and a link as on one machine; it
-ends with the actor, and the actor's end, however it came, is seen by the process that started it.
-
-Nothing here imports torch: an actor is there in a moment.
+ends with the actor. Nothing here imports torch: an actor is there in a moment.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ logger = logging.getLogger("tba")
 COLLECT_SECONDS = 0.02
 """Time for which frames are collected after the first: a call for each would keep a core busy."""
 CHECK_SECONDS = 1.0
-"""Time between two looks at the run folder."""
 CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
 """Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
 
@@ -43,12 +41,9 @@ class Exchanged:
 
     frames: list[bytes]
     row: bytes
-    """Its row of the shared counters."""
     pid: int
     status: int | None
-    """None while it runs."""
     hung_up: bool
-    """Whether these were its last frames."""
     files: Mapping[str, str] | None = None
     """Contents of the run folder (copies.what_is_there); None = it was not looked at."""
 
@@ -68,7 +63,6 @@ class RoleHost:
         self._own = self._counters.own_part(searcher)
         self._role: RoleProcess | None = None
         self._started = threading.Event()
-        """The role's process is there."""
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Messages that the role has sent; None at its end."""
         self._hung_up = False
@@ -84,14 +78,13 @@ class RoleHost:
         arguments: Mapping[str, Any],
         *,
         connection: ConnectionHandle | None,
-        log: str | None,
+        log: Path | None,
         threads: int,
     ) -> None:
         """Start the role. A searcher, which is given `connection`, starts when the first weights of its trainer are there; a
         trainer finds its host in `arguments`."""
-        log_path = None if log is None else Path(log)
-        if log_path is not None:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         counters = self._counters.memory.handle
         if connection is None:
             own = {"host": replace(arguments["host"], counters=counters)}
@@ -103,13 +96,12 @@ class RoleHost:
             # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
             self._has_weights.wait()
         self._role = RoleProcess(
-            self._name, target, {**arguments, **own}, log=log_path, threads=threads, unread=self._frames.put
+            self._name, target, {**arguments, **own}, log=log, threads=threads, unread=self._frames.put
         )
         self._started.set()
 
     @ray.method(concurrency_group="weights")
     def take_weights(self, offer: Offer, data: list[Any]) -> None:
-        """A version for the searcher."""
         # Ray would fetch a bare argument before the call begins; in a list it is fetched here (weight_relay.Give).
         found = ray.get(data[0])
         self._has_mirror.wait()  # `start` was called before this, but in another thread
@@ -124,41 +116,30 @@ class RoleHost:
         # The role's own part is left out: the role writes it in this memory, and the starter's copy of it is older.
         values, found, own = self._counters.values, np.frombuffer(counters, np.float64), self._own
         values[: own.start], values[own.stop :] = found[: own.start], found[own.stop :]
-        frames: list[bytes] = []
-        try:
-            self._take(frames, self._frames.get(timeout=timeout_seconds))
+        frames: list[bytes | None] = []
+        with suppress(queue.Empty):
+            frames.append(self._frames.get(timeout=timeout_seconds))
             time.sleep(COLLECT_SECONDS)
             while True:
-                self._take(frames, self._frames.get_nowait())
-        except queue.Empty:
-            pass
+                frames.append(self._frames.get_nowait())
+        self._hung_up = self._hung_up or None in frames
         # The field is read once: `start` may set it meanwhile, in another thread.
-        role = self._role
+        role, files = self._role, None
+        status = None if role is None else role.status
+        # Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete.
+        is_due = status is not None or time.monotonic() >= self._looked + CHECK_SECONDS
+        if self._copied is not None and role is not None and is_due:
+            self._looked = time.monotonic()
+            with suppress(OSError):  # something was removed while it was looked at
+                files = copies.what_is_there(self._copied)
         return Exchanged(
-            frames=frames,
+            frames=[frame for frame in frames if frame is not None],
             row=self._counters.values[self._own].tobytes(),
             pid=0 if role is None else role.pid,
-            status=None if role is None else role.status,
+            status=status,
             hung_up=self._hung_up,
-            files=self._look_at_files(role),
+            files=files,
         )
-
-    def _look_at_files(self, role: RoleProcess | None) -> Mapping[str, str] | None:
-        """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
-        ended = role is not None and role.status is not None
-        if self._copied is None or role is None or (time.monotonic() < self._looked + CHECK_SECONDS and not ended):
-            return None
-        self._looked = time.monotonic()
-        try:
-            return copies.what_is_there(self._copied)
-        except OSError:  # something was removed while it was looked at
-            return None
-
-    def _take(self, frames: list[bytes], found: bytes | None) -> None:
-        if found is None:
-            self._hung_up = True
-        else:
-            frames.append(found)
 
     @ray.method(concurrency_group="deliver")
     def deliver(self, frame: bytes) -> None:
@@ -181,5 +162,4 @@ class RoleHost:
             self._role.show_stacks()
 
     def node(self) -> str:
-        """Id of the node that this is on."""
         return ray.get_runtime_context().get_node_id()

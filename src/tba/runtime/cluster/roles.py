@@ -1,12 +1,9 @@
-"""Roles on a Ray cluster, as their starter sees them: each is an actor (host.py) with stated resources, and its link
-is carried by calls of the actor. To the supervisor and the trainer they look like processes of their own machine.
-
-The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
-actors when that process is gone.
+"""Roles on a Ray cluster, as their starter sees them: each is an actor (host.py), and its link is carried by calls of the
+actor. The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends
+their actors when that process is gone.
 
 One call at a time takes the shared counters to a role's node and brings back what the role has sent and its part of the
-shared counters; another one takes messages to it. Heartbeats are numbers that rise, never times: clocks of two nodes
-are not compared.
+shared counters; another one takes messages to it. Heartbeats are numbers that rise: clocks of two nodes are not compared.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from tba.runtime.placement import threads_of
 logger = logging.getLogger("tba")
 
 EXCHANGE_SECONDS = 0.1
-"""Longest time between two exchanges with a role's node."""
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
 KILLED, FAILED = -9, 1
@@ -70,15 +66,12 @@ class ClusterRole:
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started` is a call of the actor: an error of it is the role's end. `copy`
-        follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
-        self.name = name
-        self.log = log
-        self.pid = 0
+        """`started` is a call of the actor: an error of it is the role's end. `copy` follows the run folder on the role's
+        node. `ended` is called once, when the role is gone."""
+        self.name, self.log, self.pid = name, log, 0
         self.status: int | None = None
-        self._actor = actor
-        self._calls: list[Any] = [started]
-        """Calls whose end has not been seen yet."""
+        self.actor = actor
+        self._calls: list[Any] = [] if started is None else [started]
         self._counters = counters
         self._own = counters.own_part(searcher)
         self._copy = copy
@@ -86,7 +79,6 @@ class ClusterRole:
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         self._frames: deque[bytes] = deque()
-        """Messages that the role has sent and its starter has not read yet."""
         # Last: its reader begins to make calls of the actor at once.
         self.link = ActorLink(self, queued=queued)
 
@@ -104,10 +96,10 @@ class ClusterRole:
         if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
             self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
         else:
-            self.watch(self._actor.signal.remote(number))
+            self.watch(self.actor.signal.remote(number))
 
     def show_stacks(self) -> None:
-        self.watch(self._actor.show_stacks.remote())
+        self.watch(self.actor.show_stacks.remote())
 
     def watch(self, call: Any) -> None:
         """An error of this call of the actor is the role's end."""
@@ -124,26 +116,29 @@ class ClusterRole:
     def send_bytes(self, body: bytes) -> None:
         try:
             # The answer is waited for, because a node that is gone shows in it as an error.
-            ray.get(self._actor.deliver.remote(body))
+            ray.get(self.actor.deliver.remote(body))
         except ray.exceptions.RayError as error:  # seen by the exchange
             raise BrokenPipeError from error
 
     def _exchange(self) -> None:
-        """Bring frames and heartbeats."""
         try:
             # The call returns after EXCHANGE_SECONDS where the role has sent nothing, because it carries heartbeats too.
-            found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
+            found = ray.get(self.actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
                 self._counters.values[self._own] = np.frombuffer(found.row, np.float64)
             self._frames += found.frames
             if self._copy is not None and found.files is not None and self.alive:
                 # One that came to its end may have just saved; one that was killed has not, and the next one is due.
-                self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
+                self._copy.follow(self.actor, found.files, wait=found.status is not None and found.status >= 0)
             # An exit status alone is not the end: frames may still be on their way from the process to its host.
             if found.hung_up and found.status is not None:
                 self._end(found.status)
-            self._see_calls()
+            # The list is copied first: `watch` appends to it from other threads.
+            for call in list(self._calls):
+                if ray.wait([call], timeout=0.0)[0]:
+                    self._calls.remove(call)
+                    ray.get(call)  # raises its error
         except ray.exceptions.RayTaskError as error:
             logger.error("%s: a call of its actor failed: %s", self.name, error)
             self._end(FAILED)
@@ -151,14 +146,6 @@ class ClusterRole:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
             self._end(KILLED)
-
-    def _see_calls(self) -> None:
-        """Raise the error of a call that has failed."""
-        # The list is copied first: `watch` appends to it from other threads.
-        done = [call for call in list(self._calls) if call is not None and ray.wait([call], timeout=0.0)[0]]
-        for call in done:
-            self._calls.remove(call)
-            ray.get(call)
 
     def _end(self, status: int) -> None:
         """The role has ended, and its actor with it. Its starter sees the end of the link."""
@@ -169,7 +156,7 @@ class ClusterRole:
             self.status = status
             self._ended.set()
         # These run outside of the lock: the relay has a lock of its own, which it may hold while it puts weights.
-        ray.kill(self._actor)
+        ray.kill(self.actor)
         self._when_ended()
 
 
@@ -197,10 +184,7 @@ def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: fl
 
 
 class ClusterTrainers:
-    """Places the trainer of a run on a node."""
-
     def __init__(self, config: Config, counters: SharedCounters, replica: RunFolder | None, owner: Holder) -> None:
-        """`replica` is the folder on this node to which the run is copied; None = it is not."""
         self._config = config
         self._counters = counters
         self._copy = None if replica is None else RunCopy(replica)
@@ -222,22 +206,15 @@ class ClusterTrainers:
             role.watch(begin(arguments=dict(arguments)))
         else:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin_copied = partial(
-                self._begin_copied, copy, role, actor, begin, dict(arguments), f"{cpus:d} CPUs, {gpus:g} GPUs"
-            )
-            threading.Thread(target=begin_copied, daemon=True, name="trainer-begin").start()
+            values = (copy, role, begin, dict(arguments), f"{cpus:d} CPUs, {gpus:g} GPUs")
+            threading.Thread(target=self._begin_copied, args=values, daemon=True, name="trainer-begin").start()
         return role
 
     def _begin_copied(
-        self,
-        copy: RunCopy,
-        role: ClusterRole,
-        actor: Any,
-        begin: Callable[..., Any],
-        arguments: dict[str, Any],
-        room: str,
+        self, copy: RunCopy, role: ClusterRole, begin: Callable[..., Any], arguments: dict[str, Any], room: str
     ) -> None:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
+        actor = role.actor
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
             call = actor.with_folder.remote(begun_at, owner, resume)
@@ -271,7 +248,6 @@ class ClusterSearchers:
         self._counters = counters
         self._logs = logs
         self._relay: WeightRelay | None = None
-        """None before the first searcher is started."""
 
     def start(
         self,
@@ -287,7 +263,7 @@ class ClusterSearchers:
             cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
             {"index": index, "incarnation": incarnation},
             connection=connection,
-            log=str(log),
+            log=log,
             threads=self._threads,
         )
         if self._relay is None:

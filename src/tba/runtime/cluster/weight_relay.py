@@ -28,7 +28,6 @@ logger = logging.getLogger("tba")
 
 Kind = Literal["weights", "references"]
 CHECK_SECONDS = 0.005
-"""Time between two looks at what the trainer has published."""
 RETRY_SECONDS = 1.0
 
 
@@ -38,7 +37,6 @@ class Offer:
 
     kind: Kind
     number: int
-    """Number of publications up to this one."""
     header: Header
     canary: np.ndarray
 
@@ -111,7 +109,6 @@ class _Source:
         self._size = data_bytes(handle.layout)
         self._number = 0
         self._header: Header | None = None
-        """The version in `object`; None before the first publication."""
         self.object: Any = None
         self.offer: Offer | None = None
         """The newest offer; None before its canary is there, which the trainer computes at once."""
@@ -146,7 +143,6 @@ class WeightMirror:
 
     @property
     def is_filled(self) -> bool:
-        """Whether a searcher can begin with what lies here."""
         return self._buffers["weights"].number > 0
 
     def connection(self, connection: ConnectionHandle) -> ConnectionHandle:
@@ -158,7 +154,6 @@ class WeightMirror:
         return replace(connection, weights=handles["weights"], references=handles.get("references"))
 
     def take(self, offer: Offer, data: np.ndarray) -> None:
-        """Write a version into the older buffer."""
         buffers = self._buffers[offer.kind]
         buffer = buffers.begin()
         np.copyto(buffers.data(buffer, len(data)), data)
