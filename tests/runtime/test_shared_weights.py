@@ -9,9 +9,15 @@ import targets
 import torch
 
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch
-from tba.runtime.host_copies import PackedWriter, checksum
 from tba.runtime.processes import RoleProcess
-from tba.runtime.shared_weights import MAX_CHECKSUM_MISSES, ChecksumMismatch, SharedWeights, layout_of
+from tba.runtime.shared_weights import (
+    MAX_CHECKSUM_MISSES,
+    ChecksumMismatch,
+    PackedWriter,
+    SharedWeights,
+    checksum,
+    layout_of,
+)
 from tba.runtime.weight_memory import data_bytes
 from tba.types import copy_all
 

@@ -191,17 +191,15 @@ def rollouts(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadli
             lambda self: TrainerCounters(most_lag=given("most_lag", math.inf)(), lost=given("lost", 0)())
         )
 
-    return PacedRollouts(
-        Searcher(),
-        Counters(),
-        tick,
+    config = SimpleNamespace(
+        train=SimpleNamespace(prompts_per_step=2),
         steps_per_batch=1,
-        prompts_per_step=2,
-        max_lag=max_lag,
+        keeps_pace=max_lag is not None,
+        replay=SimpleNamespace(max_lag=max_lag),
         spare_lag=settings.get("spare_lag", 9),
-        max_unscored=4,
-        deadline_seconds=deadline,
+        runtime=SimpleNamespace(wait_seconds=deadline),
     )
+    return PacedRollouts(Searcher(), Counters(), tick, config, max_unscored=4)
 
 
 def test_without_a_limit_every_rollout_may_start():

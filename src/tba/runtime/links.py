@@ -38,10 +38,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionHandle:
-    """Handles with which a searcher's process opens the shared memory of its connection.
-
-    ConnectionHandle(counters="/proc/4711/fd/9", weights=SharedWeightsHandle(...), references=None)
-    """
+    """How a searcher opens the memory of its connection: ConnectionHandle(counters="/proc/4711/fd/9", weights=..., ...)"""
 
     counters: str
     weights: SharedWeightsHandle

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tba.config import ExploreConfig
+from tba.config import Config, ExploreConfig
 from tba.engine.contract import Engine
 from tba.engine.sampling import response_key, uniforms
 from tba.runtime.channels import wait_until
@@ -66,27 +66,21 @@ class PacedRollouts:
     weights must be of version U (n // P) - limit at least. Rollouts whose responses were all lost to their reward do not
     count: later rollouts fill their batches. Without a limit every rollout may start at once.
 
-    The limit follows the length of a rollout, so that a batch is complete as the step before it begins. A batch that is
-    complete earlier would only be older when it is trained. Of a limit of 1.3 a rollout may use 2 if it is in the first .3
-    of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that the pace never delays
-    it. If it goes on waiting and this searcher is idle, the limit is the largest: another searcher may be slow, or dead,
-    with the rollouts that the trainer waits for. The largest is max_lag, or the trainer's most_lag where long updates allow
-    less.
+    The limit is spare_lag plus the versions that passed during recent rollouts, so that a batch is complete as the step
+    before it begins: complete earlier, it would only be older when it is trained. Of a limit of 1.3 a rollout may use 2 if
+    it is in the first .3 of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that
+    the pace never delays it. If it goes on waiting and this searcher is idle, the limit is the largest: another searcher may
+    be slow, or dead, with the rollouts that the trainer waits for. The largest is max_lag, or the trainer's most_lag where
+    long updates allow less.
     """
 
     searcher: Searcher
     counters: SharedCounters
     tick: Callable[[], None]
     """Handles messages and loads newer weights."""
-    prompts_per_step: int
-    steps_per_batch: int
-    max_lag: int | None
-    """Largest number of versions that a rollout's weights may lag behind; None = no pace limit."""
-    spare_lag: int
-    """The limit is this plus the versions that passed during recent rollouts, at most max_lag."""
+    config: Config
     max_unscored: int
     """Most rollouts that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
-    deadline_seconds: float
     started: int = 0
     _both_wait: Idleness = field(default_factory=Idleness)
     """How long trainer and searcher have been waiting for the same version."""
@@ -109,7 +103,7 @@ class PacedRollouts:
                 may_start_after_tick,
                 name="pace",
                 row=self.counters.searcher(self.searcher.index),
-                deadline_seconds=self.deadline_seconds,
+                deadline_seconds=self.config.runtime.wait_seconds,
                 waiter=f"searcher {self.searcher.index}",
                 awaited="the trainer",
                 explain=self._explain,
@@ -125,15 +119,16 @@ class PacedRollouts:
         return searcher.rewards.outstanding < self.max_unscored
 
     def _needed(self, rollout: RolloutRequest) -> int:
-        if self.max_lag is None:
+        config, trainer, max_lag = self.config, self.counters.trainer, self.config.replay.max_lag
+        if not config.keeps_pace or max_lag is None:
             return 0
-        trainer = self.counters.trainer
+        P = config.train.prompts_per_step
         # With P = 64, U = 2 and limit 1.3, rollout 200 is at place 8 of batch 3, which is early: it needs version 6 - 2 = 4.
-        batch, place = divmod(max(0, rollout.number - int(trainer["lost"])), self.prompts_per_step)
+        batch, place = divmod(max(0, rollout.number - int(trainer["lost"])), P)
         # Between two publications there is no newer version to wait for.
-        limit = self._limit(min(self.max_lag, max(self.spare_lag - 1, trainer["most_lag"])))
-        is_early = place < (limit % 1.0) * self.prompts_per_step
-        return self.steps_per_batch * batch - math.floor(limit) - is_early
+        limit = self._limit(min(max_lag, max(config.spare_lag - 1, trainer["most_lag"])))
+        is_early = place < (limit % 1.0) * P
+        return config.steps_per_batch * batch - math.floor(limit) - is_early
 
     def _limit(self, most: float) -> float:
         searcher, waits = self.searcher, self.counters.trainer.wait in ("first_fill", "replay_ratio")
@@ -142,7 +137,7 @@ class PacedRollouts:
         if self._both_wait.look(searcher.engine.version if both else -1) > STALL_SECONDS and both:
             return most
         # `waits` counts as one version.
-        return min(most, self.spare_lag + searcher.rollout_lag + waits)
+        return min(most, self.config.spare_lag + searcher.rollout_lag + waits)
 
     def _explain(self) -> str:
         rollout, searcher = self.searcher.prompts.peek(), self.searcher

@@ -282,18 +282,8 @@ def run_searcher(
         )
         try:
             role.start()
-            rollouts = PacedRollouts(
-                searcher,
-                local.counters,
-                role.idle_tick,
-                prompts_per_step=config.train.prompts_per_step,
-                steps_per_batch=config.steps_per_batch,
-                max_lag=config.replay.max_lag if config.keeps_pace else None,
-                spare_lag=config.spare_lag,
-                max_unscored=max_unscored(config),
-                deadline_seconds=config.runtime.wait_seconds,
-            )
-            searcher.run(rollouts, role.tick)
+            paced = PacedRollouts(searcher, local.counters, role.idle_tick, config, max_unscored(config))
+            searcher.run(paced, role.tick)
         except Stopped:
             logger.info("stopped after %d groups", counts.sent)
         except FINAL as error:

@@ -1,20 +1,26 @@
-"""Roles on a Ray cluster, as their starter sees them: each is an actor (host.py), and its link is carried by calls of the
-actor. The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends
-their actors when that process is gone.
+"""Roles on a Ray cluster. Each runs under an actor (RoleHost), which holds the role's resources on a node and starts the
+role as a process there; the process finds counters, weight buffers and a link as on one machine. Its starter sees the actor
+as a process of its own machine (ClusterRole).
 
-One call at a time takes the shared counters to a role's node and brings back what the role has sent and its part of the
-shared counters; another one takes messages to it. Heartbeats are numbers that rise: clocks of two nodes are not compared.
+The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
+actors when that process is gone. One call at a time takes the shared counters to a role's node and brings back what the role
+has sent and its part of the counters; another one takes messages to it. Heartbeats are numbers that rise: clocks of two
+nodes are not compared. Nothing here imports torch: an actor is there in a moment.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +32,151 @@ import ray.exceptions
 
 from tba.config import Config
 from tba.observe.run_folder import Holder, RunFolder
-from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
-from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
-from tba.runtime.cluster.weight_relay import WeightRelay
+from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor, what_is_there
+from tba.runtime.cluster.weight_relay import Offer, WeightMirror, WeightRelay
 from tba.runtime.counters import SharedCounters
 from tba.runtime.links import ConnectionHandle, Link
 from tba.runtime.placement import threads_of
+from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba")
 
+COLLECT_SECONDS = 0.02
+"""Time for which frames are collected after the first: a call for each would keep a core busy."""
+CHECK_SECONDS = 1.0
+CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
+"""Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
 EXCHANGE_SECONDS = 0.1
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
+
+
+# On the role's node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """News of a role since the last exchange."""
+
+    frames: list[bytes]
+    row: bytes
+    pid: int
+    status: int | None
+    hung_up: bool
+    files: Mapping[str, str] | None = None
+    """Contents of the run folder (copies.what_is_there); None = it was not looked at."""
+
+
+class RoleHost:
+    """Runs one role on this node. `searcher` is the number of the searcher that it hosts, and `connection` that of its
+    trainer; None = it hosts a trainer. `copied` is the run folder of a trainer whose run is copied to another node."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        searcher: int | None,
+        search_path: Sequence[str],
+        connection: ConnectionHandle | None = None,
+        copied: Path | None = None,
+    ) -> None:
+        # The starter's folders come first, so that a module is the one that its starter imports, not another of this node.
+        sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
+        self._name, self._counters = name, SharedCounters.create()
+        self._own = self._counters.own_part(searcher)
+        self._role: RoleProcess | None = None
+        self._started = threading.Event()
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Messages that the role has sent; None at its end."""
+        self._hung_up = False
+        self._mirror = None if connection is None else WeightMirror(connection)
+        self._has_weights = threading.Event()
+        self._copied = None if copied is None else RunFolder(copied)
+        self._looked = 0.0
+
+    def start(self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int) -> None:
+        """Start the role. A searcher starts when the first weights of its trainer are there; a trainer finds its host in
+        `arguments`."""
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        counters = self._counters.memory.handle
+        if self._mirror is None:
+            own = {"host": replace(arguments["host"], counters=counters)}
+        else:
+            own = {"connection": self._mirror.connection(counters)}
+            # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
+            self._has_weights.wait()
+        self._role = RoleProcess(
+            self._name, target, {**arguments, **own}, log=log, threads=threads, unread=self._frames.put
+        )
+        self._started.set()
+
+    @ray.method(concurrency_group="weights")
+    def take_weights(self, offer: Offer, data: list[Any]) -> None:
+        # Ray would fetch a bare argument before the call begins; in a list it is fetched here (weight_relay.Give).
+        assert self._mirror is not None
+        self._mirror.take(offer, ray.get(data[0]))
+        if offer.kind == "weights":
+            self._has_weights.set()
+
+    @ray.method(concurrency_group="exchange")
+    def exchange(self, counters: bytes, timeout_seconds: float) -> Exchanged:
+        """Take in the shared counters and hand out what the role has sent; waits for that, but not longer than the time."""
+        # The role's own part is left out: the role writes it in this memory, and the starter's copy of it is older.
+        values, found, own = self._counters.values, np.frombuffer(counters, np.float64), self._own
+        values[: own.start], values[own.stop :] = found[: own.start], found[own.stop :]
+        frames: list[bytes | None] = []
+        with suppress(queue.Empty):
+            frames.append(self._frames.get(timeout=timeout_seconds))
+            time.sleep(COLLECT_SECONDS)
+            while True:
+                frames.append(self._frames.get_nowait())
+        self._hung_up = self._hung_up or None in frames
+        # The field is read once: `start` may set it meanwhile, in another thread.
+        role, files = self._role, None
+        status = None if role is None else role.status
+        # Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete.
+        is_due = status is not None or time.monotonic() >= self._looked + CHECK_SECONDS
+        if self._copied is not None and role is not None and is_due:
+            self._looked = time.monotonic()
+            with suppress(OSError):  # something was removed while it was looked at
+                files = what_is_there(self._copied)
+        return Exchanged(
+            frames=[frame for frame in frames if frame is not None],
+            row=self._counters.values[self._own].tobytes(),
+            pid=0 if role is None else role.pid,
+            status=status,
+            hung_up=self._hung_up,
+            files=files,
+        )
+
+    @ray.method(concurrency_group="deliver")
+    def deliver(self, frame: bytes) -> None:
+        """A frame for the role. It waits for its process, which a searcher has when its first weights come."""
+        self._started.wait()
+        assert self._role is not None
+        self._role.link.send_bytes(frame)
+
+    @ray.method(concurrency_group="files")
+    def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Result of a function of copies.py for the run folder on this node."""
+        return call(self._copied, *arguments)
+
+    def signal(self, number: int) -> None:
+        if self._role is not None and self._role.alive:
+            self._role.signal(number)
+
+    def show_stacks(self) -> None:
+        if self._role is not None:
+            self._role.show_stacks()
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+# Where the role was started
 
 
 class ActorLink(Link):
@@ -174,13 +311,11 @@ def gpus_each(config: Config) -> float:
     return share_of_gpus(available, config.train.ranks + config.search.count)
 
 
-def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: float, copied: Path | None = None) -> Any:
+def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: float, **given: Any) -> Any:
     """The actor of a role, which waits for a node with room for it: a CPU for each thread, and the role's GPUs."""
     make: Any = ray.remote  # its types do not know of concurrency groups
-    resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
-        name=name, searcher=searcher, search_path=sys.path, copied=copied
-    )
+    host = make(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=num_cpus, num_gpus=num_gpus)(RoleHost)
+    return host.remote(name=name, searcher=searcher, search_path=sys.path, **given)
 
 
 class ClusterTrainers:
@@ -201,7 +336,7 @@ class ClusterTrainers:
         copied = None if copy is None else config.run_folder
         actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
         role = ClusterRole("trainer", actor, self._counters, searcher=None, log=None, copy=copy)
-        begin = partial(actor.start.remote, target, connection=None, log=None, threads=threads_of(config).trainer)
+        begin = partial(actor.start.remote, target, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
         else:
@@ -258,11 +393,10 @@ class ClusterSearchers:
         incarnation: str,
     ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
-        actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
+        actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each, connection=connection)
         started = actor.start.remote(
             cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
             {"index": index, "incarnation": incarnation},
-            connection=connection,
             log=log,
             threads=self._threads,
         )

@@ -138,20 +138,18 @@ class WeightMirror:
 
     def __init__(self, connection: ConnectionHandle) -> None:
         """`connection` is the trainer's: of its buffers only the layout has a meaning here."""
+        self._connection = connection
         self._layouts = {kind: handle.layout for kind, handle in _handles(connection).items()}
         self._buffers = {kind: WeightMemory(reserve(data_bytes(own))) for kind, own in self._layouts.items()}
 
-    @property
-    def is_filled(self) -> bool:
-        return self._buffers["weights"].number > 0
-
-    def connection(self, connection: ConnectionHandle) -> ConnectionHandle:
-        """The same handles as the searcher finds them on this node. `counters` is already this node's."""
+    def connection(self, counters: str) -> ConnectionHandle:
+        """The same handles as the searcher finds them on this node, where `counters` are."""
         handles = {
             kind: SharedWeightsHandle(memory=buffers.memory.handle, layout=self._layouts[kind])
             for kind, buffers in self._buffers.items()
         }
-        return replace(connection, weights=handles["weights"], references=handles.get("references"))
+        weights, references = handles["weights"], handles.get("references")
+        return replace(self._connection, counters=counters, weights=weights, references=references)
 
     def take(self, offer: Offer, data: np.ndarray) -> None:
         buffers = self._buffers[offer.kind]
