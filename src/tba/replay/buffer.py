@@ -1,8 +1,5 @@
-"""The replay buffer: add groups as they arrive, sample P prompts x K responses in the order of their arrival (the default)
-or by the paper's mixed rule.
-
-Read in this order: this file; draw.py (one prompt's responses, and the rules by which a batch is chosen); batching.py
-(what is stored of a group, and how a batch is made of it).
+"""The replay buffer. Read in this order: this file; draw.py (one prompt's responses, and the rules by which a batch is
+chosen); batching.py (what is stored of a group, and how a batch is made of it).
 
 An arrival number counts responses in the order in which they were stored, and names a response for good.
 """
@@ -50,10 +47,10 @@ class ReplayBuffer:
         uses_per_group: int | None = None,
         max_waiting_groups: int | None = None,
     ) -> None:
-        """`reward_weights` combine the reward components into the score that the softmax draws by. `step_values`: whether
-        Monte-Carlo values of step prefixes are stored. `truncated_reward` replaces the score of cut-off responses, None =
-        they keep their own. `uses_per_group` is the number of draws after which a group leaves the queue, None = there is
-        no queue, and `max_waiting_groups` bounds it."""
+        """`reward_weights` combine the reward components into the score that the softmax draws by. `step_values`:
+        whether Monte-Carlo values of step prefixes are stored. `truncated_reward` replaces the score of cut-off
+        responses, None = they keep their own. `uses_per_group` is the number of draws after which a group leaves the
+        queue, None = there is no queue, and `max_waiting_groups` bounds it."""
         self.config = config
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -95,9 +92,8 @@ class ReplayBuffer:
         return len({prompt_id for prompt_id, _ in self._entry_of})
 
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
-        """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
-        that came before is ignored. Responses of a version after that step, which a trainer that died had published, count
-        as of the step: their weights are gone, and no lag is negative."""
+        """Store a group; returns the number of its responses that were stored. A group id that came before is ignored.
+        Responses of a version after that step, which a trainer that died had published, count as of the step."""
         group_id = GroupId.parse(group.id)
         if self.marks.passed(group_id):
             return 0
@@ -158,8 +154,8 @@ class ReplayBuffer:
         return batch
 
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: Collection[str] = ()) -> bool:
-        """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and those
-        of its prompts that were `lost` to their reward, by their ids, are not waited for."""
+        """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and
+        those of its prompts that were `lost` to their reward, by their ids, are not waited for."""
         if not self._draws:
             return False
         if self._queue is not None:
@@ -173,7 +169,7 @@ class ReplayBuffer:
         return len(stored.union(lost)) >= prompts_of_task
 
     def expire(self, oldest_version: int) -> int:
-        """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported responses and those of
+        """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported ones and those of
         the reference have no lag and stay."""
         before = len(self)
         # Group by group: this is asked at every step, and most groups are young enough to be passed by their number alone.
@@ -186,8 +182,7 @@ class ReplayBuffer:
         return before - len(self)
 
     def drop_reference(self, version_below: int) -> int:
-        """Remove, and refuse from now on, what a reference before this version scored; returns the number of responses
-        removed."""
+        """Remove, and refuse from now on, what a reference before this version scored; returns the number removed."""
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
         before = len(self)
         # The entries are listed first: those left empty leave the dict meanwhile.
@@ -224,8 +219,8 @@ class ReplayBuffer:
         return {name: float(value) for name, value in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """Stored groups, their order of drawing, counts, and the random state: everything but the
-        settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
+        """Everything but the settings. Responses of all prompts lie end to end: a few large arrays are written faster
+        than many small ones."""
         entries = list(self._entries.values())
         ids = [own for entry in entries for own in entry.ids]
         # `logit` follows from the scores and the settings: `load_state` computes it again.
@@ -274,8 +269,9 @@ class ReplayBuffer:
         return PromptEntry(index, prompt.id, tokens, reference_version, arrival_of=arrival_of)
 
     def _make_room(self, packed: PackedGroup, entry: PromptEntry) -> None:
-        """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
-        oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
+        """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then
+        the oldest of all. In another order copies would count twice against a capacity, and others would leave for
+        them."""
         if entry.arrival_of:
             copies = [entry.arrival_of[own] for own in packed.ids if own in entry.arrival_of]
             self._counts["duplicates"] += len(copies)

@@ -1,6 +1,5 @@
-"""The file of the durable replay: its schema, where it lies, how it is opened and read, and what becomes of lost groups. Any
-SQLite client can open the file, also while a run writes it.
-"""
+"""The file of the durable replay: its schema, where it lies, how it is opened and read, and what becomes of lost
+groups. Any SQLite client can open the file, also while a run writes it."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ class StoredGroup:
 
 
 def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None) -> Iterator[StoredGroup]:
-    """Groups of a file in the order of their arrival: those after an arrival number, or the given ones. A row whose content
-    does not match its checksum is named in a warning and left out; at the end a warning gives their number."""
+    """Groups of a file in the order of their arrival: those after an arrival number, or the given ones. A row whose
+    content does not match its checksum is named in a warning and left out; at the end a warning gives their number."""
     corrupt = 0
     with reading(path) as database:
         if arrivals is None:
@@ -193,9 +192,9 @@ def failure(what: str, path: Path, error: Exception) -> str:
 
 
 def place_database(home: Path) -> Path:
-    """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is on a
-    network filesystem, in a folder for temporary files. The file replay.location beside `home` then has the path, which
-    holds also where that folder is another one now."""
+    """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is
+    on a network filesystem, in a folder for temporary files. The file replay.location beside `home` then has the path,
+    which holds also where that folder is another one now."""
     kind, found, local = network_filesystem(home.parent), find_database(home), home
     if kind is None and found == home:
         return home
@@ -237,8 +236,8 @@ def location_file(home: Path) -> Path:
 
 
 def stored_file(home: Path) -> Path:
-    """File beside a database with the number of the group that was committed last. A resume compares it with the database to
-    find lost groups."""
+    """File beside a database with the number of the group that was committed last. A resume compares it with the
+    database to find lost groups."""
     return home.with_suffix(".stored")
 
 
@@ -301,8 +300,9 @@ def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool
 
 
 def examine(path: Path, *, last: int) -> tuple[list[int], int, int, str | None]:
-    """Read every group of a file; `last` is the number up to which groups are looked for where the file cannot list them.
-    Returns the arrival numbers of the readable groups, the number of the others, the newest of all, and the damage."""
+    """Read every group of a file; `last` is the number up to which groups are looked for where the file cannot list
+    them. Returns the arrival numbers of the readable groups, the number of the others, the newest of all, and the
+    damage."""
     if not path.is_file():
         return [], 0, 0, None
     readable, unreadable, damage = [], 0, None

@@ -1,8 +1,8 @@
-"""The draw of a batch. GroupQueue takes groups in the order of their arrival, and `mixed_choice` draws by the paper's rule.
+"""The draw of a batch. GroupQueue takes groups in the order of their arrival, and `mixed_choice` draws by the paper's
+rule.
 
-A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses. K
-responses are drawn without replacement; where there are fewer than K, all of them and no more: a response that came twice
-would weigh twice, and the loss of a short group is exact without it.
+A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses, drawn
+without replacement: a response that came twice would weigh twice, and the loss of a short group is exact without it.
 
 A prompt is named by the index of its entry, so that one prompt under two reference versions is two.
 """
@@ -36,8 +36,8 @@ class PromptEntry:
     ids: list[bytes] = field(default_factory=list)
     floats: list[bytes] = field(default_factory=list)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """The responses by position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are drawn by
-    weight."""
+    """The responses by position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are
+    drawn by weight."""
     arrival_of: dict[bytes, int] | None = None
     """Arrival number by token ids; None without deduplication."""
     newest_group_arrival: int = 0
@@ -76,8 +76,8 @@ Choice = list[tuple[PromptEntry, np.ndarray]]
 
 @dataclass(eq=False, slots=True)
 class BufferedGroup:
-    """The responses that arrived together: those of the entry whose arrival numbers are `first` to `end` - 1 and that are
-    still stored."""
+    """The responses that arrived together: those of the entry whose arrival numbers are `first` to `end` - 1 and that
+    are still stored."""
 
     entry: int
     first: int
@@ -125,9 +125,9 @@ class GroupQueue:
         *,
         reference_version: int,
     ) -> tuple[Choice, list[BufferedGroup]]:
-        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and those whose last use this
-        was. A second group of a prompt is passed over, and keeps its place, while there are other
-        prompts to fill the batch with."""
+        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and those whose last use
+        this was. A second group of a prompt is passed over, and keeps its place, while there are other prompts to fill
+        the batch with."""
         firsts: dict[int, BufferedGroup] = {}
         passed_over: list[BufferedGroup] = []
         for group in self._ready(entries, reference_version):
@@ -169,8 +169,8 @@ def mixed_choice(
     draws: PromptDraws,
     on_policy_probability: float,
 ) -> Choice:
-    """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored, by weight
-    where responses have a `logit` and uniformly where they have none.
+    """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored, by
+    weight where responses have a `logit` and uniformly where they have none.
 
     In a batch of one prompt (the paper's red-teaming) fresh and old responses stand side by side instead: a share m is
     fresh, half of the others is drawn uniformly, the rest by weight.
@@ -239,8 +239,8 @@ def draw_uniformly(
 def draw_by_weight(
     entry: PromptEntry, count: int, rng: np.random.Generator, *, exclude: np.ndarray = NOTHING
 ) -> np.ndarray:
-    """Positions of `count` responses, one after the other, each with probability ~ exp(logit); uniformly where there are no
-    logits. All of them where there are fewer."""
+    """Positions of `count` responses, one after the other, each with probability ~ exp(logit); uniformly where there
+    are no logits. All of them where there are fewer."""
     if "logit" not in entry.columns:
         return draw_uniformly(entry, count, rng, exclude=exclude)
     positions = _live_without(entry, exclude)

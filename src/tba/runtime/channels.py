@@ -1,6 +1,4 @@
-"""The interfaces between roles, their implementations within one process (connection.py has those between processes), and
-the one way to wait.
-"""
+"""The interfaces between roles, with those within one process (others: connection.py), and the one way to wait."""
 
 from __future__ import annotations
 
@@ -116,14 +114,12 @@ def wait_until(
     progress: Callable[[], float] = lambda: 0.0,
     heartbeats: Callable[[], Mapping[str, float]] | None = None,
 ) -> float:
-    """Poll until ready; returns the seconds waited. The error when the deadline passes says what `explain` finds lacking,
-    that `waiter` waited for `awaited`, and when each of the awaited roles gave its last sign of life.
+    """Poll until ready; returns the seconds waited. When the deadline passes, the error says what `explain` finds
+    lacking, that `waiter` waited for `awaited`, and when each awaited role gave its last sign of life.
 
     The deadline, runtime.wait_seconds, counts only while `progress`, a number that changes while the awaited role works,
     stays the same, and while this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had
-    been. A wait in which nothing has moved for WARN_AFTER_SECONDS is reported once, long before its deadline.
-
-    `heartbeats` has for each awaited role a number that changes while it lives, 0 = it has shown no sign yet; None =
+    been. `heartbeats` has for each awaited role a number that changes while it lives, 0 = it has shown no sign yet; None =
     `progress` is that number.
     """
     # Nothing is written to the row without a wait: every group that is sent or stored comes by here.

@@ -47,8 +47,7 @@ ARRAYS: dict[str, np.dtype[Any]] = {
     "step_values": np.dtype("<f4"),
     "loss_mask": np.dtype(np.bool_),
 }
-"""Arrays of a payload: token ids of the prompt; reward components, response after response; the columns of all responses'
-tokens, of which step_values are there only for responses that have them."""
+"""step_values are there only for responses that have them."""
 LISTS = {
     "prompt_id": "prompt_ids",
     "sample_index": "sample_indices",
@@ -286,9 +285,8 @@ def _is_json(value: Any) -> bool:
 
 
 def acknowledged_log() -> Callable[[TrajectoryGroup], None] | None:
-    """Function that logs each group whose acknowledgement reached this process, by id and CRC-32 of its payload. The log is
-    a file of this process in the folder TBA_ACKNOWLEDGED_LOG. None where the variable is not set. An audit compares logs
-    with the durable replay."""
+    """Function that logs each acknowledged group, by id and CRC-32 of its payload, to a file of this process in the
+    folder TBA_ACKNOWLEDGED_LOG; None without that variable. An audit compares it with the durable replay."""
     folder = os.environ.get("TBA_ACKNOWLEDGED_LOG")
     if folder is None:
         return None

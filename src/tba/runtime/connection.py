@@ -1,6 +1,4 @@
-"""The connection between the trainer and its searchers, with both its ends. Groups, rollouts, weights, evaluations and
-heartbeats pass over it.
-"""
+"""The connection between the trainer and its searchers, with both its ends."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ class LocalRuntime:
         may_start: Callable[[], bool] = lambda: True,
         copies: RemoteReplica | None = None,
     ) -> None:
-        """`weights_in_host_memory`: weight buffers lie in host memory, not on the trainer's device. `may_start` is
-        False when searchers that end are not replaced any more. `copies` gets every group before it is acknowledged."""
+        """`weights_in_host_memory`: not on the trainer's device. `may_start` is False when searchers that end are not
+        replaced any more. `copies` gets every group before it is acknowledged."""
         self.config = config
         self.prompt_queue = prompt_queue
         self.counters = counters
@@ -86,8 +84,7 @@ class LocalRuntime:
     def start_searchers(
         self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
     ) -> None:
-        """Have searchers run `target` (searcher_pool.StartSearcher). `stored` is the highest number of each source whose
-        groups are on disk."""
+        """`target`: see StartSearcher. `stored` is the highest number of each source whose groups are on disk."""
         connection = ConnectionHandle(
             counters=self.counters.memory.handle,
             weights=self._buffers.handle(),
@@ -100,8 +97,8 @@ class LocalRuntime:
         self.pool.begin(self._start_one, self._num_searchers)
 
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
-        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
-        is the highest number of each source whose groups it still has."""
+        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped.
+        `go_on_from` is the highest number of each source whose groups it still has."""
         # The leases are returned first: after `stop` the pool has forgotten who held them.
         for incarnation in self.pool.incarnations():
             self.prompt_queue.hand_back(incarnation.holder)
@@ -183,8 +180,7 @@ class LocalRuntime:
             incarnation.process.link.send(("stored", ids))  # lost with one that is gone: no harm
 
     def publish(self, weights: Weights) -> None:
-        """Let searchers see the weights, then evaluate the canary on what lies in the buffer: they check it when it
-        comes."""
+        """Let searchers see the weights, then evaluate the canary on what lies in the buffer."""
         self._beat()
         self._publish(self._buffers, weights)
 
@@ -280,8 +276,7 @@ class TrainerConnection:
         self._link.send(group)
 
     def handle_messages(self) -> None:
-        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a heartbeat, so that a
-        searcher that only waits is seen to live."""
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a heartbeat."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
             match message:

@@ -1,7 +1,4 @@
-"""Shared counters: numbers in shared memory that all roles see at once, such as their state and their waits.
-
-Each number has one writer. Reading never waits. A reader may see one number newer than another.
-"""
+"""Numbers in shared memory that all roles see at once. Each number has one writer. Reading never waits."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ RAM = Path("/dev/shm")
 
 
 class SharedMemory:
-    """Bytes that several processes see alike. They have no name in the file system where there is /proc, so nothing is left
-    of them when all are gone, however they ended."""
+    """Bytes that several processes see alike. Where there is /proc they have no name, so nothing is left of them."""
 
     def __init__(self, fd: int, num_bytes: int, *, path: str | None = None) -> None:
         """`path` is the file to remove at the end, where it has a name."""
@@ -39,11 +35,8 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int, folders: Sequence[Path] | None = None) -> SharedMemory:
-        """New zeroed memory: a file in RAM or, where there is no room for it, on disk; in the first folder that has room.
-
-        All of it is reserved at once: a file that only claims its size ends a process with SIGBUS when it is written and
-        there is no room any more.
-        """
+        """New zeroed memory in the first folder that has room: in RAM or else on disk. All of it is reserved at once: a
+        file that only claims its size ends a process with SIGBUS when it is written and there is no room any more."""
         on_disk = Path(tempfile.gettempdir())
         folders = folders or ([RAM, on_disk] if RAM.is_dir() else [on_disk])
         size, refusals = f"{num_bytes / 2**20:.1f} MiB", list[str]()
@@ -101,21 +94,20 @@ SILENT_SECONDS = 1.0
 MAX_SEARCHERS = 64
 """Most searchers of a run: the shared counters have a row for each."""
 SUPERVISOR_FIELDS = ("trainer_restarts", "replaced_before", "searchers_wanted")
-"""`replaced_before` are the searchers that earlier trainers of the run have replaced. `searchers_wanted` is the number that
-was asked for from outside, 0 = none was."""
+"""`replaced_before`: searchers that earlier trainers replaced. `searchers_wanted`: asked for from outside, 0 = none."""
 TRAINER_FIELDS = (
     *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
     *("batch_prompts", "prompts_wanted", "done", "of", "table_lines", "pool_beats", "searchers", "replaced"),
     "most_lag",
 )
-"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats` rises
-while its thread looks after searchers; `searchers` is the number that it has begun with, 0 = it has none yet, or none any
-more; `replaced` are those that died or hung since this trainer began. `lost` is the number of rollouts so far that brought
-nothing to train on, `seconds` the time from the trainer's start to its last beat, `made` the number of steps that this
-process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is waited for. `done` and `of` count the
-responses of an evaluation where the roles take turns, `of` = 0: none goes on. `table_lines` is the height of the table that
-the trainer shows on the terminal, 0 = there is none. `most_lag` is the number of versions that responses may be behind, by
-the length of an update."""
+"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats`
+rises while its thread looks after searchers; `searchers` is the number that it has begun with, 0 = it has none yet, or
+none any more; `replaced` are those that died or hung since this trainer began. `lost` is the number of rollouts so far
+that brought nothing to train on, `seconds` the time from the trainer's start to its last beat, `made` the number of
+steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is waited for. `done`
+and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on. `table_lines` is the
+height of the table that the trainer shows on the terminal, 0 = there is none. `most_lag` is the number of versions that
+responses may be behind, by the length of an update."""
 SHOWN = (
     *("version", "groups", "responses", "tokens", "wait_seconds", "failures", "tool_calls", "tool_errors"),
     "mismatch_kl",
@@ -124,9 +116,9 @@ SHOWN = (
 TRAINERS_OF_SEARCHER = ("pid", "place")
 """Fields of a searcher's row that the trainer writes; they come last in SEARCHER_FIELDS."""
 SEARCHER_FIELDS = ("heartbeat", "work", "wait", *SHOWN, "done", "of", *TRAINERS_OF_SEARCHER)
-"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
-is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
-and `of` count the responses of an evaluation, `of` = 0: none goes on."""
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits.
+`mismatch_kl` is how far engine and trainer were apart on the canary of the version that was compared last, NaN before
+the first. `done` and `of` count the responses of an evaluation, `of` = 0: none goes on."""
 WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
 
 Place = Literal["none", "empty", "filled", "given_up"]
@@ -200,8 +192,7 @@ class SharedCounters:
         return time.monotonic() if moves else self.trainer["beats"]
 
     def _is_suspended(self) -> bool:
-        """Whether the trainer's process does nothing, because it is suspended (kill -STOP) or starting a searcher takes
-        long. Deadlines of roles that wait for it do not count meanwhile."""
+        """Whether the trainer's process does nothing, because it is suspended or starting a searcher takes long."""
         return self.trainer.silence() > SILENT_SECONDS
 
     @property

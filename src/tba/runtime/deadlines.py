@@ -21,8 +21,7 @@ MOST_COUNTED_SECONDS = 1.0
 
 
 class Idleness:
-    """How long a number has stayed the same, by the observer's clock: the clocks of two hosts are never
-    compared, and time without observation counts little."""
+    """How long a number has stayed the same, by the observer's clock. Time without observation counts little."""
 
     def __init__(self) -> None:
         self.seen: float | None = None
@@ -45,8 +44,8 @@ class Idleness:
 
 
 def write_stacks_when_asked(stream: TextIO | None = None) -> bool:
-    """From now on SIGUSR1 has this process write the stacks of all its threads to a stream (None = stderr) and go on; it
-    works while the main thread is stuck in C code too. False where the signal is used otherwise."""
+    """From now on SIGUSR1 has this process write the stacks of all its threads to a stream (None = stderr) and go on,
+    also while the main thread is stuck in C code. False where the signal is used otherwise."""
     if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return False
     faulthandler.register(signal.SIGUSR1, file=stream or sys.stderr, all_threads=True, chain=False)
@@ -67,8 +66,8 @@ def stacks_to(log: Path) -> Iterator[None]:
 
 
 def dump_stacks(pids: Sequence[int]) -> list[int]:
-    """Have processes write their stacks to their logs; returns those that were asked. One that does not handle the
-    signal (it has just started, or is not ours) is left out, for the signal would end it."""
+    """Have processes write their stacks to their logs; returns those that were asked. One without a handler for the
+    signal is left out, for the signal would end it."""
     asked = []
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError, FileNotFoundError):  # it has ended meanwhile

@@ -50,10 +50,7 @@ class RunCannotGoOn(RuntimeError):
 
 
 class Link:
-    """Sends messages and collects those that arrive. Both ends run our own code on one machine.
-
-    A reader thread takes messages in as they come, so neither side ever waits for the other to read.
-    """
+    """A reader thread takes messages in as they come, so neither side ever waits for the other to read."""
 
     def __init__(
         self,
@@ -63,9 +60,8 @@ class Link:
         queued: bool = False,
         unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
-        """`connection` is a Connection, or has its methods to send and receive bytes. `queued`: a thread sends, so that
-        sending never waits; one searcher that is suspended delays no other. `unread` gets every message as it came, and
-        None at the end, in the place of the inbox."""
+        """`queued`: a thread sends, so that sending never waits; one searcher that is suspended delays no other.
+        `unread` gets every message as it came, and None at the end, in the place of the inbox."""
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None = the other end is gone."""
@@ -107,8 +103,8 @@ class Link:
         return [message for message in found if message is not None]
 
     def close(self) -> None:
-        """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
-        it here would neither wake the reader nor reach the other end."""
+        """Hang up. The reader, which sees it too, closes the descriptor: to close it here would neither wake the reader
+        nor reach the other end."""
         # None ends the writer's thread. The line is cut at once, so messages that are still queued may be lost.
         if self._outbox is not None:
             self._outbox.put(None)

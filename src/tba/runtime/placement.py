@@ -1,7 +1,5 @@
-"""Where the roles of a run are on this machine, and what follows from it: where shared weights lie, which GPU is shared, and
-how many threads each process computes with.
-
-Nothing here imports torch, so that the supervisor can ask too.
+"""Where the roles of a run are on this machine, and what follows from it: where shared weights lie, which GPU is
+shared, and how many threads each process computes with. Nothing here imports torch, so that the supervisor can ask too.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ class RolePlacement:
         """Where shared weights lie: on the GPU that all roles use, where CUDA IPC lets every process read them;
         otherwise, and where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
 
-        They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in
-        fp32 on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
+        They have the trainer's compute dtype, and each engine casts what it loads to its own.
         """
         devices = {*self.trainer, *self.later}
         return devices.pop() if len(devices) == 1 and not self.sees_one else "cpu"
@@ -114,8 +111,7 @@ def see_only(device: str) -> str:
 # A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py).
 
 PINNED = "OMP_NUM_THREADS"
-"""Where the user has set it, it is the most threads that a process has, and a run has several processes. A role finds the
-number that it was started with there."""
+"""The most threads of a process where the user has set it. A role finds the number that it was started with there."""
 LEFT = 1
 """Number of cores that no process of a run counts on, unless it would cost processes their second thread."""
 MOST_THREADS = 16
@@ -131,9 +127,8 @@ class RoleThreads:
 
 
 def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
-    """The threads of a run's processes: runtime.threads, or what their machine has for each. Searchers share the cores with
-    the trainer equally, and what does not go round is the trainer's, who all of them wait for. `num_searchers` are there at
-    least, where a run has been given more than it was started with."""
+    """runtime.threads, or what their machine has for each. Searchers share the cores with the trainer equally, and what
+    does not go round is the trainer's. `num_searchers` are there at least, where more were asked for later."""
     if config.runtime.threads is not None:
         return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
     if _is_elsewhere(config):
@@ -161,10 +156,8 @@ def _placement(config: Config) -> RolePlacement:
 
 def workers_of(config: Config) -> int:
     """Number of the trainer's threads that compute whole micro-batches, each with a single thread (runtime/workers.py).
-
-    They do not wait for each other, so they may be as many as there are cores, also where other processes compute on these:
-    a trainer and its searcher on two cores take two and one. Searchers with several threads each keep theirs to themselves.
-    """
+    They do not wait for each other, so there is one for each core, also where searchers compute on these with one
+    thread each."""
     threads = threads_of(config)
     if config.runtime.threads is not None or _is_elsewhere(config) or config.train.ranks > 1:
         return threads.trainer
@@ -194,8 +187,8 @@ def _bounded(threads: int) -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: not those that it is pinned away from, nor more than its container's quota, and a
-    core that runs two threads is one, for both would wait for the same arithmetic units."""
+    """Cores that this process may use, by its affinity and its container's quota. Two hardware threads of a core are
+    one, for both would wait for the same arithmetic units."""
     if hasattr(os, "sched_getaffinity"):
         siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
         cores = len({_read(siblings.format(thread)) or str(thread) for thread in os.sched_getaffinity(0)})
@@ -263,8 +256,8 @@ def why_no_mps(config: Config) -> str | None:
 
 
 def start_mps(config: Config) -> bool:
-    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where it
-    is not wanted or not allowed; `runtime.mps=on` then raises."""
+    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where
+    it is not wanted or not allowed; `runtime.mps=on` then raises."""
     reason = why_no_mps(config)
     if reason is None:
         folder = tempfile.mkdtemp(prefix="tba-mps-")
@@ -295,8 +288,7 @@ def start_mps(config: Config) -> bool:
 
 
 def lower_mps_priority(config: Config) -> None:
-    """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
-    go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
-    round little is lost (notes/gpu.md)."""
+    """Before the trainer touches the GPU: where searchers share it through a daemon, their kernels go first. A decode
+    step is hundreds of small kernels that would each wait for the trainer's large ones (notes/gpu.md)."""
     if PIPES in os.environ and not config.is_synchronous and RolePlacement.of(config).shared_gpus:
         os.environ.setdefault(PRIORITY, BELOW_NORMAL)

@@ -126,8 +126,7 @@ class RoleProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it by force. One that even that does not end at once (in a driver, on a dead network disk) is left to itself:
-        waiting for it would stop the run that replaces it."""
+        """End it by force. One that does not end at once (in a driver, on a dead network disk) is left to itself."""
         self._process.kill()
         if not self.wait(KILL_SECONDS):
             logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
@@ -169,8 +168,7 @@ def last_lines(path: Path | None, count: int = 20) -> str:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
-    user's json.py or types.py stands for Python's own."""
+    """`python -m` would look in the working folder first, where a user's json.py or types.py stands for Python's own."""
     root = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; "
     code += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -180,8 +178,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def popen(
     module: str, link: int, fds: Sequence[int], log: BinaryIO | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A new process that runs a module, which finds the other end of the link under the number that is its argument. `log`
-    None = it writes where this process does."""
+    """The process finds its end of the link under the number `link`. `log` None = it writes where this one does."""
     # A session of its own: Ctrl-C reaches the supervisor alone, which has the trainer save and then stops the others.
     return subprocess.Popen(
         module_command(module, str(link)),
@@ -195,8 +192,7 @@ def popen(
 
 
 def prepare_roles() -> None:
-    """Roles will be started soon: have what they need imported while this process goes on. They are forks of a process that
-    has imported torch, with a GPU too: that process never touches it, and each role sets it up for itself."""
+    """Roles will be started soon: have what they need imported while this process goes on."""
     if sys.platform == "linux":
         ForkServer.living()
 
@@ -276,8 +272,7 @@ class ForkServer:
 
     @classmethod
     def living(cls) -> ForkServer:
-        """The server of this process: the one that was made for it before it began, or else a new one, which imports what
-        roles need while the caller goes on."""
+        """The server of this process: one made before it began, or a new one, which imports in the background."""
         with cls._shared_lock:
             if cls._shared is None or not cls._shared.lives:
                 # The variable is used once: after that server has died, a new one is started instead.
@@ -316,9 +311,8 @@ class ForkServer:
 
     @classmethod
     def start_role(cls, name: str, **request: Any) -> ForkedProcess:
-        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by the
-        numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or
-        hangs is replaced, and its roles end with it."""
+        """`descriptors` are the caller's, by the numbers that the role has for them. One that `starts_roles` gets a
+        server of its own. A server that has died or hangs is replaced, and its roles end with it."""
         server = cls.living()
         try:
             return server._start(name, **request)

@@ -1,6 +1,5 @@
-"""The prompt queue draws prompts and hands rollouts out to searchers as leases; it lives with the trainer. All prompts are
-drawn once an epoch, in an order drawn from (seed, epoch).
-"""
+"""The prompt queue draws prompts and hands rollouts out to searchers; it lives with the trainer. All prompts are drawn
+once an epoch, in an order drawn from (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -15,15 +14,13 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class RolloutRequest:
-    """A lease for one rollout: a prompt, and which of its responses to generate. RolloutRequest(number=17, prompt=4,
-    epoch=2)"""
+    """A lease for a prompt, and which of its responses to generate: RolloutRequest(number=17, prompt=4, epoch=2)"""
 
     number: int
     """Place among all rollouts of the run, in the order in which they were first handed out."""
     prompt: int
     epoch: int
-    """Number of earlier rollouts of the prompt: sample indices follow from it, so that no randomness is used
-    twice."""
+    """Number of earlier rollouts of the prompt. Sample indices follow from it."""
 
 
 class PromptQueue:
@@ -119,8 +116,7 @@ class RolloutSource:
     """Stock of rollouts for a searcher, the earliest first. It asks for more before it runs out."""
 
     def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
-        """`ask` asks the trainer for so many rollouts; they arrive by `add`. `size` is the stock: as many
-        rollouts as are begun while the trainer is busy with a step."""
+        """`ask` asks the trainer for so many rollouts, which arrive by `add`. `size` is the stock that is kept."""
         self._ask = ask
         self._size = size
         self._rollouts: list[RolloutRequest] = []

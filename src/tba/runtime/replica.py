@@ -1,8 +1,6 @@
-"""The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
-replay.durability=node a group is acknowledged to its searcher only when it is here too. A trainer whose disk is lost gets
-its groups from here.
-
-A row is a pickled group, in a file that only its owner can open; another one is refused. Nothing here imports torch.
+"""A second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
+replay.durability=node a group is acknowledged only when it is here too. A row is a pickled group, in a file that only its
+owner can open. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ class ReplicaFailed(RuntimeError):
 
 
 class Replica:
-    """Keeps groups by their ids, each once, in the order in which they were added. Used by one thread.
-
-    replica.add("searcher-0.5f3a91c2/41", 8, body)
-    """
+    """Keeps each group once, in the order of arrival. Used by one thread. replica.add("searcher-0.5f3a91c2/41", 8, body)"""
 
     def __init__(self, path: Path, *, capacity: int) -> None:
         """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses."""
@@ -109,8 +104,8 @@ class Replica:
 
 
 def remove_oldest(database: sqlite3.Connection, excess: int) -> int:
-    """Remove the oldest rows that hold no more than so many responses; returns the number of responses removed. A row stays
-    whole while some of its responses are within the capacity: the buffer may have them."""
+    """Remove the oldest rows that hold no more than so many responses; returns the number of responses removed. A row
+    stays whole while some of its responses are within the capacity: the buffer may have them."""
     last, removed = None, 0
     if excess > 0:
         for arrival, responses in database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):

@@ -1,5 +1,5 @@
-"""The entry point of a role's process, and the fork server. A role is a new process (`python -m tba.runtime.role_process
-FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
+"""The entry point of a role's process, and the fork server. A role is a new process (`python -m
+tba.runtime.role_process FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
 
 The parent sends its module search path and (target, keyword arguments) over the socket FD. The target runs with a Link to
 the parent. A process started this way does not import the parent's main script again, so training scripts need no
@@ -47,8 +47,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
 MAX_DESCRIPTORS = 64
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
-"""Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
-as in `5 4711`."""
+"""Variable of a role that has a server of its own: descriptor of its socket and number of its process, as in `5 4711`."""
 
 
 def die_with_parent() -> None:

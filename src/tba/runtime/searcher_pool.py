@@ -1,6 +1,5 @@
-"""The searchers of a run, which are children of its trainer: they are started, replaced when they die or hang, and ended
-with it. A thread looks after them, for the trainer may be in the middle of a long step.
-"""
+"""The searchers of a run: they are started, replaced when they die or hang, and ended with the trainer. A thread looks
+after them, for the trainer may be in the middle of a long step."""
 
 from __future__ import annotations
 
@@ -26,16 +25,14 @@ logger = logging.getLogger("tba")
 
 CHECK_SECONDS = 0.1
 MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
-"""Processes in a row that may end before they have sent so many groups; a place in the pool is given up then. A prompt
-that kills every searcher is handed to the next one first, so that it does not last much longer."""
+"""Processes in a row that may end before they have sent so many groups; a place in the pool is given up then."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a place in the pool is filled again after the second process that ended early; doubled with each."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Incarnation:
-    """A process in a place of the pool, from its start until the trainer has its last message. Incarnations fill a place
-    one after the other."""
+    """A process in a place of the pool, from its start until the trainer has its last message."""
 
     index: int
     id: str
@@ -55,8 +52,7 @@ class Incarnation:
 
 
 StartSearcher = Callable[[Callable[..., None], Mapping[str, Any], ConnectionHandle, int, str], Role]
-"""Starts a process that runs `target(link, index=..., incarnation=..., connection=..., **arguments)`, given target,
-arguments, connection, number of the place in the pool and id of the incarnation."""
+"""Starts `target(link, index=..., incarnation=..., connection=..., **arguments)`, given target, arguments and the others."""
 
 
 def local_starter(config: Config, logs: Path) -> StartSearcher:

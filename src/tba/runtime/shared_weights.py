@@ -1,5 +1,5 @@
-"""Weights between processes: two shared buffers (weight_memory.py), written in turn by the trainer, copied out by searchers.
-No engine decodes from a buffer.
+"""Weights between processes: two shared buffers (weight_memory.py), written in turn by the trainer, copied out by
+searchers. No engine decodes from a buffer.
 
 Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
 lets the other process read them, and weights go from device to device. There a reader copies and checks on a stream of its
@@ -156,8 +156,7 @@ class SharedWeights(WeightMemory):
         return self._writer
 
     def stored(self, version: int) -> Weights | None:
-        """Contents of the buffer of a version, for the process that publishes, until it publishes twice more; None = it was
-        overwritten, or never published."""
+        """What lies in the buffer of a version (`buffer_of`)."""
         buffer = self.buffer_of(version)
         return None if buffer is None else Weights(version=version, tensors=self._tensors[buffer])
 
@@ -167,8 +166,8 @@ class SharedWeights(WeightMemory):
             return self._fetch()
 
     def loaded(self) -> None:
-        """Say that what was fetched last is being read by work that is queued already, and by nothing later: the next fetch
-        then waits for that work, and not for what is queued until then."""
+        """What was fetched last is being read by work that is queued already, and by nothing later: the next fetch
+        waits for that work alone."""
         if self._private is not None and self._private.is_cuda:
             self._loaded = torch.cuda.Event()
             self._loaded.record(torch.cuda.current_stream(self._private.device))
@@ -238,14 +237,13 @@ def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:
 
 
 def checksum(data: Tensor) -> int:
-    """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
-    eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
+    """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other
+    tensors; eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
     return checksum_of_rows(row_sums(data))
 
 
 def row_sums(data: Tensor) -> Tensor:
-    """int64 [rows]: the sum of each row of a packed bundle, or of a part of it that begins with a row; the last row may be
-    shorter."""
+    """int64 [rows]: the sum of each row of packed bytes that begin with a row; the last row may be shorter."""
     # Sums of int64 wrap around, alike on all devices. For those of int32 into int64 a CPU would cast all of it first: twice
     # the memory, and up to forty times as long (1 GB: .2 to .6 GB/s, so 10 to 19).
     numbers = data[: data.numel() // 8 * 8].view(torch.int64)
@@ -287,8 +285,7 @@ def lock_pages(data: Tensor, owner: object) -> bool:
 
 
 class PackedWriter:
-    """Writes tensors of a GPU into packed bytes in host memory, a part after the other: cast, put side by side and summed on
-    the GPU, where that takes no time beside the copy."""
+    """Writes tensors of a GPU into packed bytes in host memory: cast, packed and summed on the GPU, part by part."""
 
     def __init__(self, layout: Sequence[TensorSpec], device: torch.device, *, part_bytes: int = PART_BYTES) -> None:
         self._layout = layout

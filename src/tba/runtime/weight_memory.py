@@ -68,8 +68,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedWeightsHandle:
-    """How another process finds the buffers. SharedWeightsHandle(memory="/proc/4711/fd/9", layout=(...),
-    device_data=None)"""
+    """How another process finds the buffers: SharedWeightsHandle(memory="/proc/4711/fd/9", layout=(...))"""
 
     memory: str
     layout: tuple[TensorSpec, ...]
@@ -165,8 +164,7 @@ class WeightMemory:
         return None
 
     def buffer_of(self, version: int) -> int | None:
-        """The buffer of a version, for the process that writes, until it publishes twice more; None = it was overwritten, or
-        never published."""
+        """For the process that writes, until it publishes twice more; None = it was overwritten, or never published."""
         for buffer, numbers in enumerate(self._headers):
             # Only the writer calls this, so its loads need no fence against its own stores.
             if numbers[0] > 0 and numbers[0] % 2 == 0 and int(numbers[1]) == version:

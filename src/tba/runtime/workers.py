@@ -1,6 +1,5 @@
-"""Threads that share out work which comes in pieces, such as the micro-batches of an update. Each computes its pieces alone
-(placement.py says why). Torch holds Python's lock only between its operations, so pieces should be big.
-"""
+"""Threads that share out work which comes in pieces, such as the micro-batches of an update. Each computes its pieces
+alone (placement.py says why). Torch holds Python's lock only between its operations, so pieces should be big."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
 
     def in_order(self, compute: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        """Results in the order of the pieces, which are taken when a worker is near them: no more than `count` + 1 results
-        are held at a time. An error of a piece is raised in its place. The caller computes a single piece itself, with all
-        the threads that it has."""
+        """Results in the order of the pieces, no more than `count` + 1 held at a time. An error of a piece is raised in
+        its place. The caller computes a single piece itself, with all the threads that it has."""
         pieces = iter(pieces)
         first = list(islice(pieces, 2))
         if len(first) < 2:

@@ -30,8 +30,7 @@ from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 GROUPS_AT_ONCE = 4
-"""Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
-one another only a few decode steps."""
+"""Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time."""
 RECENT = 0.1
 MOST_FAILURES = 100
 """Samples in a row without a reward that stop a run: a judge that hiccups fails fewer, a broken reward soon gets there."""
@@ -227,8 +226,7 @@ class Searcher:
 
 @dataclass
 class GroupScorer:
-    """Makes trajectories of finished groups, several at once: the reference pass is cheaper in larger batches. One group is
-    always scored by one reference."""
+    """Makes trajectories of finished groups, several at once. One group is always scored by one reference."""
 
     reference: Scorer
     temperature: float
@@ -284,8 +282,7 @@ def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> l
 
 
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
-    version."""
+    """The engine with the model's weights as version 0. Where the roles take turns, a response is of one version."""
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
@@ -327,8 +324,8 @@ def make_searcher(
     index: int = 0,
     incarnation: str = "0",
 ) -> Searcher:
-    """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference; an engine that has
-    the reference also scores. `between_steps` is called while others than the policy's own responses are generated."""
+    """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference.
+    `between_steps` is called while others than the policy's own responses are generated."""
     sampling, samples, explores = training_sampling(config), config.samples_generated_per_prompt, config.search.explore
     # Reference and continuations have the run's plain sampling: explored rollouts alone have another.
     reference_samples = step_values = None

@@ -1,8 +1,7 @@
 """The next rollout of a searcher: its prompt, the moment it may start, and the sampling of its responses.
 
-Rollouts are leased from the trainer (runtime/prompt_queue.py), so no two searchers make the same one. The pace limit keeps
-the lag within replay.max_lag. Off-policy exploration is optional. It samples some rollouts at another temperature, or adds
-responses of the reference, which does not narrow as the policy does.
+The pace limit keeps the lag within replay.max_lag. Off-policy exploration samples some rollouts at another temperature, or
+adds responses of the reference, which does not narrow as the policy does.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ STALL_SECONDS = 1.0
 
 
 class PromptStream:
-    """Rollouts as requests to the engine. A rollout's sample indices follow those of the prompt's rollouts before it, so
-    randomness is never reused."""
+    """Rollouts as requests to the engine. Sample indices of a prompt's rollouts follow on: no randomness comes twice."""
 
     def __init__(self, prompts: Sequence[Prompt], rollouts: RolloutSource, *, samples_per_prompt: int) -> None:
         self._prompts = prompts

@@ -67,14 +67,13 @@ class WeightLoader:
         self._checked, self._unchecked = -1, 0
         """The version whose canary was compared last; number of versions given to the engine since then."""
         self._canaries: dict[int, np.ndarray] = {}
-        """Canaries of versions that the engine may come to use. The trainer may write over one before that: while large
-        weights are fetched, or while the engine waits for its responses to end."""
+        """Canaries of versions that the engine may come to use. The trainer may write over one before that."""
         self._thread: ThreadPoolExecutor | None = None
         self._fetching: Future[Weights] | None = None
 
     def load_newer(self) -> None:
-        """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and large
-        weights are copied and checked beside the decode steps."""
+        """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and
+        large weights are copied and checked beside the decode steps."""
         newest = self._source.newest_version
         self._note_canary(newest)
         self._check_when_there()  # what is in use, before newer weights wait for their turn
@@ -121,8 +120,8 @@ class WeightLoader:
                 self._source.loaded()
 
     def _check_when_there(self) -> None:
-        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is while
-        newer weights wait for the engine: those in use were compared before."""
+        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is
+        while newer weights wait for the engine: those in use were compared before."""
         version = self._engine.version
         if version == self._checked or not self._is_in_use:
             return
@@ -215,8 +214,7 @@ def show(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
 
 
 FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)
-"""Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails or
-returns something else."""
+"""Errors that a new searcher would meet again."""
 
 
 def run_searcher(
@@ -298,7 +296,7 @@ def give_back(loaded: LoadedModel) -> None:
 
 
 def max_unscored(config: Config) -> int:
-    """Rollouts of a searcher that may wait for their rewards. They grow stale meanwhile: enough to keep both sides and all
-    workers of the rewards busy, otherwise no more than a step's worth."""
+    """Rollouts of a searcher that may wait for their rewards: enough to keep both sides and all workers of the rewards
+    busy, otherwise no more than a step's worth, for they grow stale."""
     busy = (config.search.reward_workers or 1) + GROUPS_AT_ONCE
     return max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.count, busy)

@@ -1,9 +1,5 @@
-"""Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards.
-
-A step ends with a token whose text holds a line break. The continuations are the searcher's work: it has the engine and
-the rewards. They are combined by the reward weights and the rule for cut-off responses as they are now, so a later change
-of either does not reach them.
-"""
+"""Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards. A step
+ends with a token whose text holds a line break. Later changes of the reward weights do not reach the values."""
 
 from __future__ import annotations
 
@@ -35,14 +31,13 @@ class StepValues:
     sampling: Sampling
     continuations: int
     cut_off_reward: float | None = None
-    """Reward of a continuation that was cut off, as of a response (train.truncated=penalise); None =
-    its own reward does."""
+    """Reward of a cut-off continuation (train.truncated=penalise); None = its own."""
     between_steps: Callable[[], None] | None = None
     _breaks: dict[int, bool] = field(default_factory=dict)
 
     def __call__(self, engine: Engine, groups: Sequence[FinishedGroup]) -> list[list[np.ndarray]]:
-        """For each group and response. NaN at the first token too where no continuation could be scored. All prefixes of all
-        groups are continued side by side: those of one group alone would leave most slots of the engine empty."""
+        """For each group and response. All prefixes of all groups are continued side by side: those of one group alone
+        would leave most slots of the engine empty."""
         starts = [
             [(index, completion.token_ids, self.step_starts(completion.token_ids)) for completion in group.completions]
             for index, group in enumerate(groups)

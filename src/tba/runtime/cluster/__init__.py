@@ -21,8 +21,7 @@ NAMESPACE = "tba"
 
 @contextmanager
 def cluster(config: RuntimeConfig, *, address: str | None = None) -> Iterator[str]:
-    """Be part of the Ray cluster that a config names, or that this process was placed on, while the context lasts; yields
-    its address."""
+    """Be part of the Ray cluster that a config names, or that this process was placed on; yields its address."""
     address = address or config.address
     if address is not None:
         has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))

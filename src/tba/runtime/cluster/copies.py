@@ -40,8 +40,7 @@ BLOCK_BYTES = 32 * 2**20
 COPIED = ("step-", "best-step-")
 """Beginnings of the names of the checkpoints that are copied: not of those whose evaluation has not come."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json")
-"""Other files that are copied. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than
-it."""
+"""Other files that are copied. A run that resumes cuts off lines that came after its checkpoint."""
 
 
 # On the trainer's node
@@ -60,8 +59,7 @@ def what_is_there(folder: RunFolder) -> dict[str, str]:
 
 
 def begun_at(folder: RunFolder, owner: Holder, resume: bool) -> int | None:
-    """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
-    run is not there."""
+    """Step of the newest checkpoint of the run on this node's disk; -1 = it has none yet, None = the run is not there."""
     if not folder.config.is_file() or not (resume or holder_of(folder.path) == owner):
         return None
     return _newest_step(folder)
@@ -87,8 +85,8 @@ def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None
 
 
 def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
-    """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
-    stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
+    """Remove what an earlier trainer of the run has left on this node, but for logs: searchers of this node may be
+    writing them. Another run of this name is put aside, unless it goes on."""
     is_foreign = folder.config.is_file() and begun_at(folder, owner, resume) is None
     # The folder is locked while it is changed: no other run of this node may begin in it meanwhile.
     claim = Claim.take(folder.path)
@@ -131,7 +129,7 @@ class RunCopy:
             self._fetching.join()
 
     def hand_over(self, actor: Any, begun: int | None, owner: Holder, resume: bool) -> bool:
-        """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (see `begun_at`);
+        """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (`begun_at`);
         False where that is no older than the copy, or nothing was copied yet."""
         with self._lock:
             if not self.folder.config.is_file() or (begun is not None and begun >= _newest_step(self.folder)):

@@ -1,6 +1,6 @@
-"""Roles on a Ray cluster. Each runs under an actor (RoleHost), which holds the role's resources on a node and starts the
-role as a process there; the process finds counters, weight buffers and a link as on one machine. Its starter sees the actor
-as a process of its own machine (ClusterRole).
+"""Roles on a Ray cluster. Each runs under an actor (RoleHost), which holds the role's resources on a node and starts
+the role as a process there; the process finds counters, weight buffers and a link as on one machine. Its starter sees
+the actor as a process of its own machine (ClusterRole).
 
 The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
 actors when that process is gone. One call at a time takes the shared counters to a role's node and brings back what the role
@@ -97,8 +97,7 @@ class RoleHost:
         self._looked = 0.0
 
     def start(self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int) -> None:
-        """Start the role. A searcher starts when the first weights of its trainer are there; a trainer finds its host in
-        `arguments`."""
+        """A searcher starts when the first weights of its trainer are there; a trainer finds its host in `arguments`."""
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         counters = self._counters.memory.handle
@@ -187,8 +186,7 @@ class ActorLink(Link):
 
 
 class ClusterRole:
-    """A role in an actor, with the methods of a RoleProcess, and with those of a Connection for its link: the threads of the
-    link make the calls of the actor."""
+    """A role in an actor, as a RoleProcess, and as the Connection of its link, whose threads call the actor."""
 
     def __init__(
         self,
@@ -203,8 +201,7 @@ class ClusterRole:
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started` is a call of the actor: an error of it is the role's end. `copy` follows the run folder on the role's
-        node. `ended` is called once, when the role is gone."""
+        """`started` is a call of the actor: its error is the role's end. `ended` is called once, when the role is gone."""
         self.name, self.log, self.pid = name, log, 0
         self.status: int | None = None
         self.actor = actor
@@ -298,8 +295,7 @@ class ClusterRole:
 
 
 def share_of_gpus(available: float, num_roles: int) -> float:
-    """GPUs of each role: one, or 1/n where n of them have to share each; 0 where there are none. Eight roles on three GPUs
-    are three on one at most, so each takes 1/3."""
+    """GPUs of each role: one, or 1/n where n have to share each. Eight roles on three GPUs take 1/3 each."""
     if available < 1:
         return 0.0
     return min(1.0, 1 / math.ceil(num_roles / int(available)))

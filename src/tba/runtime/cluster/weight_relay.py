@@ -1,11 +1,10 @@
-"""Weights between nodes. Trainer and searchers see buffers in the shared memory of their own node, as on one machine;
-what the trainer publishes goes from its buffers through Ray's object store into those of each searcher's node.
+"""Weights between nodes, from the trainer's buffers through Ray's object store into those of each searcher's node.
 
     trainer -> its buffers -> WeightRelay: one put, an object that every node fetches once -> WeightMirror -> searcher's
     buffers
 
-The checksum that the trainer has computed travels with the bytes, and the searcher that loads them compares it: nothing on
-the way needs to be trusted. A version that is overtaken before it was passed on is left out.
+The checksum travels with the bytes, so nothing on the way needs to be trusted. A version that is overtaken before it was
+passed on is left out.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ class Offer:
 
 
 Give = Callable[[Offer, list[Any]], Any]
-"""Hands an offer to a searcher's node, with the object that has its bytes: in a list, so that it is not fetched before the
-call begins. Returns what can be waited for."""
+"""Hands an offer to a searcher's node, with the object that has its bytes in a list; returns what can be waited for."""
 
 
 class WeightRelay:
-    """Passes on the weights that a trainer on this node publishes. One put serves all searchers. At most one offer is on its
-    way to each, so a slow node gets fewer versions and delays no other."""
+    """One put serves all searchers. At most one offer is on its way to each: a slow node delays no other."""
 
     def __init__(self, connection: ConnectionHandle) -> None:
         self._sources = [_Source(kind, handle) for kind, handle in _handles(connection).items()]
