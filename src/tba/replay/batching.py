@@ -23,8 +23,8 @@ NUM_FLOATS = 3
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Largest absolute value of a score: an infinite one would make the softmax of its prompt NaN."""
 LOG_IMPORTANCE = (-12.0, 0.5)
-"""Range that the log of reference / behaviour probability is clipped to. A response that the policy hardly ever says
-must not be drawn again and again; one that it says too often is still drawn now and then."""
+"""Range that the log of reference / behaviour probability is clipped to: a response that the policy hardly ever says must
+not be drawn again and again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +55,7 @@ class PackedGroup:
 
 
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
-    """Check a group, which holds at least one trajectory, and pack it. `step_values` says whether the Monte-Carlo
-    values of its responses are kept."""
+    """Check a group, which holds at least one trajectory, and pack it. `step_values`: whether those are kept."""
     columns = columns_of(group)
     if not columns.lengths.all():
         sample = columns.sample_indices[int(columns.lengths.argmin())]
@@ -94,8 +93,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
 
 
 def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
-    """The memory of each response, in proportion to its number of tokens: bytes objects, which Python's allocator takes
-    back one by one."""
+    """The memory of each response, by its number of tokens, as bytes objects, which Python's allocator takes back."""
     # 4 bytes a token of ids, 12 or 16 of floats.
     width = len(memory) // max(1, int(lengths.sum()))
     return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
@@ -129,8 +127,8 @@ def unpack_ids(ids: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequence[str]) -> Batch:
-    """Tensors of the chosen responses, at least one and at most K of each prompt. Places beyond a prompt's responses
-    repeat its first one with weight 0, which costs nothing: equal responses are computed once."""
+    """At least one and at most K responses of each prompt. Places beyond them repeat the first one with weight 0, which
+    costs nothing: equal responses are computed once."""
     K = samples_per_prompt
     real_PK = np.arange(K) < np.array([len(positions) for _, positions in chosen])[:, None]
     padded = [(entry, np.concatenate([own, np.repeat(own[:1], K - len(own))])) for entry, own in chosen]

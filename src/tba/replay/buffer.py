@@ -139,10 +139,10 @@ class ReplayBuffer:
             )
         used_up: list[BufferedGroup] = []
         if self._queue is not None:
-            chosen, used_up = self._queue.choose(self._entries, num_prompts, K, self.rng, reference_version=version)
+            chosen, used_up = self._queue.choose(num_prompts, K, self.rng, reference_version=version)
         else:
             draws = self._draws[version]
-            newest_first = (group.entry for group in reversed(self._groups))
+            newest_first = (group.entry.index for group in reversed(self._groups))
             start = self._window_start(step)
             draws.refresh(self._entries, newest_first, window_start=start, at_least=num_prompts)
             share = 1.0 if self.config.on_policy_probability is None else self.config.on_policy_probability
@@ -159,7 +159,7 @@ class ReplayBuffer:
         if not self._draws:
             return False
         if self._queue is not None:
-            return self._queue.holds(num_prompts, self._entries, reference_version=max(self._draws))
+            return self._queue.holds(num_prompts, reference_version=max(self._draws))
         if self.num_prompts >= min(num_prompts, prompts_of_task):
             return True
         if prompts_of_task - len(lost) >= num_prompts:
@@ -174,10 +174,9 @@ class ReplayBuffer:
         before = len(self)
         # Group by group: this is asked at every step, and most groups are young enough to be passed by their number alone.
         for group in self._groups:
-            if group.oldest_version < oldest_version and len(positions := group.positions(self._entries)):
-                entry = self._entries[group.entry]
-                has_lag, version = (entry.columns[name][positions] for name in ("has_lag", "version"))
-                self._remove(entry, positions[has_lag & (version < oldest_version)])
+            if group.oldest_version < oldest_version and len(positions := group.positions):
+                has_lag, version = (group.entry.columns[name][positions] for name in ("has_lag", "version"))
+                self._remove(group.entry, positions[has_lag & (version < oldest_version)])
         self._counts["expired"] += before - len(self)
         return before - len(self)
 
@@ -190,7 +189,7 @@ class ReplayBuffer:
             self._remove(entry, np.arange(len(entry)))
         if self._queue is not None:
             # Empty groups count against the queue's bound and would crowd out new ones.
-            self._queue.groups = deque(group for group in self._queue.groups if len(group.positions(self._entries)))
+            self._queue.groups = deque(group for group in self._queue.groups if len(group.positions))
         self._counts["dropped"] += before - len(self)
         return before - len(self)
 
@@ -244,11 +243,6 @@ class ReplayBuffer:
         """Continue from a state; with the settings of the buffer it is of, later draws are those that it would have made."""
         for name in STATE:
             setattr(self, name, state[name])
-        self._groups = deque(BufferedGroup(*group) for group in state["groups"].tolist())
-        if self._queue is not None:
-            # A state of a buffer without a queue: all its groups wait, the oldest first.
-            queued = state["groups"] if state["queue"] is None else state["queue"]
-            self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
         columns = self._with_logits(state["columns"])
         ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
@@ -262,6 +256,14 @@ class ReplayBuffer:
             entry.newest_group_arrival = newest_group_arrival
             self._entries[index] = self._entry_of[prompt_id, reference_version] = entry
             first, first_token = own.stop, prompt_tokens.stop
+        self._groups = self._groups_of(state["groups"])
+        if self._queue is not None:
+            # A state of a buffer without a queue: all its groups wait, the oldest first.
+            self._queue.groups = self._groups_of(state["groups"] if state["queue"] is None else state["queue"])
+
+    def _groups_of(self, numbers: np.ndarray) -> deque[BufferedGroup]:
+        gone = PromptEntry(-1, "", np.zeros(0, np.int32), 0)  # of groups whose responses have all left
+        return deque(BufferedGroup(self._entries.get(entry, gone), *other) for entry, *other in numbers.tolist())
 
     def _make_entry(self, index: int, prompt: Prompt, reference_version: int) -> PromptEntry:
         tokens = np.array(prompt.token_ids, np.int32)
@@ -280,11 +282,11 @@ class ReplayBuffer:
         while (excess := len(self) + len(packed) - self.config.capacity) > 0:
             # The oldest group may have no response left: it then only leaves the list.
             oldest = self._groups[0]
-            num_stored = len(oldest.positions(self._entries))
+            num_stored = len(oldest.positions)
             if num_stored <= excess:
                 self._groups.popleft()
             if num_stored:  # they are the oldest of their entry
-                self._evict(self._entries[oldest.entry], min(excess, num_stored), keep=entry)
+                self._evict(oldest.entry, min(excess, num_stored), keep=entry)
 
     def _evict(self, entry: PromptEntry, count: int, *, keep: PromptEntry) -> None:
         self._counts["evicted"] += max(0, count)
@@ -292,8 +294,7 @@ class ReplayBuffer:
 
     def _remove_group(self, group: BufferedGroup) -> None:
         # Its positions are looked up now: they move when another group of its prompt leaves.
-        if len(positions := group.positions(self._entries)):
-            self._remove(self._entries[group.entry], positions)
+        self._remove(group.entry, group.positions)
 
     def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
         if not len(positions):
@@ -332,12 +333,12 @@ class ReplayBuffer:
             self._first_arrivals.append((step, first))
             self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
         oldest_version = int(version.min(where=columns["has_lag"], initial=NO_VERSION))
-        group = BufferedGroup(entry.index, first, end, oldest_version)
+        group = BufferedGroup(entry, first, end, oldest_version)
         self._groups.append(group)
-        while not len(self._groups[0].positions(self._entries)):
+        while not len(self._groups[0].positions):
             self._groups.popleft()
         if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
-            self._groups = deque(each for each in self._groups if len(each.positions(self._entries)))
+            self._groups = deque(each for each in self._groups if len(each.positions))
         for crowded_out in [] if self._queue is None else self._queue.append(group):
             before = len(self)
             self._remove_group(crowded_out)
@@ -359,7 +360,7 @@ class ReplayBuffer:
 
 
 def _numbers(groups: Collection[BufferedGroup]) -> np.ndarray:
-    numbers = [(group.entry, group.first, group.end, group.oldest_version, group.uses) for group in groups]
+    numbers = [(group.entry.index, group.first, group.end, group.oldest_version, group.uses) for group in groups]
     return np.array(numbers, np.int64).reshape(-1, 5)
 
 

@@ -77,8 +77,8 @@ class StoredGroup:
 
 
 def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None) -> Iterator[StoredGroup]:
-    """Groups of a file in the order of their arrival: those after an arrival number, or the given ones. A row whose
-    content does not match its checksum is named in a warning and left out; at the end a warning gives their number."""
+    """Groups in the order of their arrival: those after an arrival number, or the given ones. A row whose content does not
+    match its checksum is named in a warning and left out."""
     corrupt = 0
     with reading(path) as database:
         if arrivals is None:
@@ -192,9 +192,8 @@ def failure(what: str, path: Path, error: Exception) -> str:
 
 
 def place_database(home: Path) -> Path:
-    """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is
-    on a network filesystem, in a folder for temporary files. The file replay.location beside `home` then has the path,
-    which holds also where that folder is another one now."""
+    """Where the database of a run folder is written: at `home` or, on a network filesystem, in a folder for temporary files.
+    The file replay.location beside `home` then has the path."""
     kind, found, local = network_filesystem(home.parent), find_database(home), home
     if kind is None and found == home:
         return home
@@ -236,8 +235,7 @@ def location_file(home: Path) -> Path:
 
 
 def stored_file(home: Path) -> Path:
-    """File beside a database with the number of the group that was committed last. A resume compares it with the
-    database to find lost groups."""
+    """File with the number of the group that was committed last. A resume compares it with the database."""
     return home.with_suffix(".stored")
 
 
@@ -249,8 +247,7 @@ def read_stored(home: Path) -> int | None:
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the network filesystem that a folder is on; None = a local one, or a system that does not list its
-    mounts."""
+    """The type of the network filesystem that a folder is on; None = a local one, or the system does not say."""
     if not mounts.is_file():
         return None
     place, found = path.resolve(), (-1, "")
@@ -270,8 +267,8 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
 
 
 def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool) -> None:
-    """Raise a DurableReplayError where groups are lost that a resumed run needs; `home` is where its file belongs. With
-    `accept_lost` that is a warning, and a damaged file is put aside and replaced by one with the readable groups.
+    """Raise a DurableReplayError where groups are lost that a resumed run needs. With `accept_lost` that is a warning, and a
+    damaged file is put aside and replaced by one with the readable groups.
 
     `last_row` is the last group that the checkpoint knows of; with `gives_up` later ones are not needed.
     """

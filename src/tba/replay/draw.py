@@ -24,10 +24,7 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False, slots=True)
 class PromptEntry:
-    """The stored responses of one prompt under one reference version, oldest to newest.
-
-    PromptEntry(index=3, prompt_id="train-17", prompt_tokens=np.array([1, 40, 7], np.int32), reference_version=0)
-    """
+    """The stored responses of one prompt under one reference version, oldest to newest."""
 
     index: int
     prompt_id: str
@@ -36,8 +33,7 @@ class PromptEntry:
     ids: list[bytes] = field(default_factory=list)
     floats: list[bytes] = field(default_factory=list)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """The responses by position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are
-    drawn by weight."""
+    """By position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are drawn by weight."""
     arrival_of: dict[bytes, int] | None = None
     """Arrival number by token ids; None without deduplication."""
     newest_group_arrival: int = 0
@@ -76,20 +72,21 @@ Choice = list[tuple[PromptEntry, np.ndarray]]
 
 @dataclass(eq=False, slots=True)
 class BufferedGroup:
-    """The responses that arrived together: those of the entry whose arrival numbers are `first` to `end` - 1 and that
-    are still stored."""
+    """Responses that arrived together: those of arrival numbers `first` to `end` - 1 that are still stored."""
 
-    entry: int
+    entry: PromptEntry
     first: int
     end: int
     oldest_version: int
     """Oldest version among the responses whose lag counts."""
     uses: int = 0
 
-    def positions(self, entries: Mapping[int, PromptEntry]) -> np.ndarray:
-        """Positions of the stored responses, oldest first; none where the entry is gone."""
-        entry = entries.get(self.entry)
-        return NOTHING if entry is None else np.arange(*entry.columns["arrival"].searchsorted((self.first, self.end)))
+    @property
+    def positions(self) -> np.ndarray:
+        """Positions of the stored responses, oldest first."""
+        if not len(self.entry):
+            return NOTHING
+        return np.arange(*self.entry.columns["arrival"].searchsorted((self.first, self.end)))
 
 
 class GroupQueue:
@@ -112,37 +109,26 @@ class GroupQueue:
         most = len(self.groups) if self._max_waiting is None else self._max_waiting
         return [self.groups.popleft() for _ in range(len(self.groups) - most)]
 
-    def holds(self, num_groups: int, entries: Mapping[int, PromptEntry], *, reference_version: int) -> bool:
-        ready = self._ready(entries, reference_version)
-        return sum(1 for _ in islice(ready, num_groups)) == num_groups
+    def holds(self, num_groups: int, *, reference_version: int) -> bool:
+        return sum(1 for _ in islice(self._ready(reference_version), num_groups)) == num_groups
 
     def choose(
-        self,
-        entries: Mapping[int, PromptEntry],
-        num_prompts: int,
-        count: int,
-        rng: np.random.Generator,
-        *,
-        reference_version: int,
+        self, num_prompts: int, count: int, rng: np.random.Generator, *, reference_version: int
     ) -> tuple[Choice, list[BufferedGroup]]:
-        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and those whose last use
-        this was. A second group of a prompt is passed over, and keeps its place, while there are other prompts to fill
-        the batch with."""
+        """The oldest groups, with at most `count` responses of each; and those whose last use this was. A second group of a
+        prompt is passed over, and keeps its place, while there are other prompts to fill the batch with."""
         firsts: dict[int, BufferedGroup] = {}
         passed_over: list[BufferedGroup] = []
-        for group in self._ready(entries, reference_version):
-            if group.entry in firsts:
+        for group in self._ready(reference_version):
+            if firsts.setdefault(group.entry.index, group) is not group:
                 passed_over.append(group)
-            else:
-                firsts[group.entry] = group
             if len(firsts) == num_prompts:
                 break
         chosen: Choice = []
         used_up: list[BufferedGroup] = []
         for group in [*firsts.values(), *passed_over][:num_prompts]:
-            entry, positions = entries[group.entry], group.positions(entries)
             # A random choice, not the first K: what is trained must not depend on a response's place in its group.
-            chosen.append((entry, rng.permutation(positions)[:count]))
+            chosen.append((group.entry, rng.permutation(group.positions)[:count]))
             self.groups.remove(group)
             group.uses += 1
             if group.uses < self._max_uses:
@@ -151,12 +137,12 @@ class GroupQueue:
                 used_up.append(group)
         return chosen, used_up
 
-    def _ready(self, entries: Mapping[int, PromptEntry], reference_version: int) -> Iterator[BufferedGroup]:
+    def _ready(self, reference_version: int) -> Iterator[BufferedGroup]:
         """Groups that can be drawn, oldest first; those at the front whose responses have all left are forgotten."""
-        while self.groups and not len(self.groups[0].positions(entries)):
+        while self.groups and not len(self.groups[0].positions):
             self.groups.popleft()
         for group in self.groups:
-            if len(group.positions(entries)) and entries[group.entry].reference_version == reference_version:
+            if len(group.positions) and group.entry.reference_version == reference_version:
                 yield group
 
 
@@ -239,8 +225,7 @@ def draw_uniformly(
 def draw_by_weight(
     entry: PromptEntry, count: int, rng: np.random.Generator, *, exclude: np.ndarray = NOTHING
 ) -> np.ndarray:
-    """Positions of `count` responses, one after the other, each with probability ~ exp(logit); uniformly where there
-    are no logits. All of them where there are fewer."""
+    """Positions of at most `count` responses, each with probability ~ exp(logit); uniformly without logits."""
     if "logit" not in entry.columns:
         return draw_uniformly(entry, count, rng, exclude=exclude)
     positions = _live_without(entry, exclude)
@@ -317,8 +302,7 @@ class PromptDraws:
 
 
 class DrawWithoutReplacement:
-    """Prompts drawn uniformly without replacement; when all have been drawn, all can be drawn again. Every operation is
-    O(1)."""
+    """Prompts drawn uniformly without replacement; when all have been drawn, all can be drawn again. All is O(1)."""
 
     def __init__(self) -> None:
         self._prompts: list[int] = []

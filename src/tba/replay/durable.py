@@ -68,10 +68,7 @@ class _Pending:
 
 @dataclass
 class GroupStore:
-    """Appends groups, says which are committed, copies and reads them. Used by one thread, `snapshot` by any.
-
-    GroupStore(path, durability="process", capacity=1_000_000, reward_weights={"exact_match": 1.0})
-    """
+    """Appends groups, says which are committed, copies and reads them. Used by one thread, `snapshot` by any."""
 
     path: Path
     durability: Durability
@@ -110,8 +107,8 @@ class GroupStore:
         return self._marks.by_source
 
     def append(self, group: TrajectoryGroup, *, step: int) -> bool:
-        """Have a group written that arrived at an optimizer step. False where it came before: it is not written again,
-        but `committed` names it, because its sender did not learn that it was."""
+        """Have a group written. False where it came before: it is not written again, but `committed` names it, because its
+        sender did not learn that it was."""
         assert not self._closed, "append after close"
         group_id = GroupId.parse(group.id)
         new = not self._marks.passed(group_id)
@@ -175,13 +172,11 @@ class GroupStore:
         return load_groups(self.path, after=after)
 
     def go_on_after(self, arrival: int) -> None:
-        """Number the next groups after this one: that of a checkpoint, which may hold groups that were never committed.
-        A new group of the same number would be taken for one that the checkpoint holds."""
+        """Number the next groups after this one: that of a checkpoint, which may hold groups that were never committed."""
         self.last_arrival = max(self.last_arrival, arrival)
 
     def return_to(self, arrival: int, marks: HighWaterMarks) -> int:
-        """Forget the groups that arrived after this one: they are of steps that will be made again. Afterwards `marks`
-        says which groups have come. Returns the number of rows removed."""
+        """Forget the groups that arrived after this one; returns their number. `marks` then says which have come."""
         self.flush()  # the writer has nothing to do from here on
         database, by_source = self._database, marks.by_source
         try:
@@ -309,8 +304,7 @@ class GroupStore:
 
 
 def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:
-    """The mean combined reward of a group's responses, and the mean of each component over those that have it; None
-    where there is no number."""
+    """The mean combined reward of the responses, and the mean of each component; None where there is no number."""
     means: dict[str, float | None] = dict.fromkeys(weights)
     total = 0.0
     if not group.trajectories:

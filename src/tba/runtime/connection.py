@@ -78,7 +78,6 @@ class LocalRuntime:
         self._wanted_evaluations: list[int] = []
         self._evaluator: Incarnation | None = None
         self._failure: str | None = None
-        self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
     def start_searchers(
@@ -215,10 +214,7 @@ class LocalRuntime:
         return self._buffers.stored(version)
 
     def stop(self) -> None:
-        if self._stopped:
-            return
         self.pool.stop()
-        self._stopped = True
         # The memory closes last: a searcher that still starts opens it through this process's descriptors.
         self._buffers.memory.close()
         if self._references is not None:

@@ -90,8 +90,7 @@ class SearchCounts:
         return vars(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in vars(self):
-            setattr(self, name, state[name])
+        vars(self).update(state)
 
 
 @dataclass
