@@ -104,7 +104,8 @@ class Searcher:
     engine: Engine
     prompts: PromptStream
     rewards: Rewards
-    scorer: GroupScorer
+    reference: Scorer
+    """The frozen reference. One group is always scored by one."""
     sender: GroupSender
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -116,13 +117,11 @@ class Searcher:
     explore: Callable[[Request], Request] = lambda request: request
     reference_samples: ReferenceSamples | None = None
     step_values: StepValues | None = None
+    counts: SearchCounts = field(default_factory=SearchCounts)
+    reference_version: int = 0
     rollout_lag: float = 0.0
     """Mean over recent rollouts: versions that came from the first token until the group was sent."""
     _rewarded: list[tuple[FinishedGroup, list[Outcome]]] = field(default_factory=list)
-
-    @property
-    def counts(self) -> SearchCounts:
-        return self.scorer.counts
 
     def step(self, num_prompts: int) -> None:
         """Draw the next prompts, then send their groups in the order of the prompts (synchronous mode)."""
@@ -151,7 +150,8 @@ class Searcher:
 
     def load_reference(self, weights: Weights) -> None:
         """From now on responses are scored, and some generated, by these weights."""
-        self.scorer.load_reference(weights)
+        self.reference.load(weights)
+        self.reference_version = weights.version
         if self.reference_samples is not None:
             self.reference_samples.engine.load(weights)
 
@@ -202,7 +202,7 @@ class Searcher:
                 (replace(group, step_values=own), lost_without_values(outcomes, own))
                 for (group, outcomes), own in zip(scored, values)
             ]
-        for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
+        for (group, outcomes), trajectories in zip(scored, self._trajectories(scored)):
             # Versions that came meanwhile: the pace limit of later rollouts allows for as many.
             versions = self.engine.version - group.completions[0].version
             self.rollout_lag += RECENT * (versions - self.rollout_lag)
@@ -222,21 +222,7 @@ class Searcher:
             )
             self.counts.sent += 1
 
-
-@dataclass
-class GroupScorer:
-    """Makes trajectories of finished groups, several at once. One group is always scored by one reference."""
-
-    reference: Scorer
-    temperature: float
-    counts: SearchCounts = field(default_factory=SearchCounts)
-    reference_version: int = 0
-
-    def load_reference(self, weights: Weights) -> None:
-        self.reference.load(weights)
-        self.reference_version = weights.version
-
-    def trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[tuple[Trajectory, ...]]:
+    def _trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[list[Trajectory]]:
         """Trajectories of each group, without the samples that have no reward."""
         scored: list[list[Trajectory]] = [[] for _ in groups]
         samples: list[tuple[int, Prompt, Completion, Mapping[str, float | None], np.ndarray | None]] = []
@@ -253,20 +239,21 @@ class GroupScorer:
         if distinct:
             prompts = [prompt.token_ids for prompt, _ in distinct.values()]
             responses = [completion.token_ids for _, completion in distinct.values()]
-            log_refs = dict(zip(distinct, self.reference.score(prompts, responses, self.temperature)))
+            log_refs = dict(zip(distinct, self.reference.score(prompts, responses, self.sampling.temperature)))
         for key, (index, _, completion, components, values) in zip(keys, samples):
             # None is a component that does not apply; it is NaN in the arrays of the replay.
             rewards = {name: math.nan if value is None else float(value) for name, value in components.items()}
-            trajectory = Trajectory(
-                completion=completion,
-                rewards=rewards,
-                log_ref=log_refs[key],
-                reference_version=self.reference_version,
-                loss_mask=completion.loss_mask,
-                step_values=values,
+            scored[index].append(
+                Trajectory(
+                    completion=completion,
+                    rewards=rewards,
+                    log_ref=log_refs[key],
+                    reference_version=self.reference_version,
+                    loss_mask=completion.loss_mask,
+                    step_values=values,
+                )
             )
-            scored[index].append(trajectory)
-        return [tuple(trajectories) for trajectories in scored]
+        return scored
 
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
@@ -345,11 +332,8 @@ def make_searcher(
         engine=engine,
         prompts=PromptStream(task.prompts("train"), rollouts, samples_per_prompt=samples),
         rewards=make_rewards(task, config, log=log),
-        scorer=GroupScorer(
-            reference=reference_engine or make_scorer(loaded.model, max_length=loaded.context),
-            temperature=config.generate.temperature,
-            counts=counts,
-        ),
+        reference=reference_engine or make_scorer(loaded.model, max_length=loaded.context),
+        counts=counts,
         sender=sender,
         tokenizer=loaded.tokenizer,
         explore=lambda request: explore(request, sampling, explores, seed=config.seed),
@@ -366,4 +350,4 @@ def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -
     """Scorer with the start model, for evaluations: the searcher's reference, unless that is reset."""
     if config.reference.reset_every:
         return make_scorer(loaded.model, max_length=loaded.context)
-    return searcher.scorer.reference
+    return searcher.reference

@@ -178,7 +178,7 @@ class SearcherRole:
             self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
         self.loader.load_newer()
         references = self.connection.references
-        if references is not None and references.newest_version > self.searcher.scorer.reference_version:
+        if references is not None and references.newest_version > self.searcher.reference_version:
             self.searcher.load_reference(references.fetch())  # a group is scored at once: it never mixes references
         if may_evaluate:
             self.evaluate_if_asked()
