@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,20 +305,15 @@ class GroupStore:
 
 def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:
     """The mean combined reward of the responses, and the mean of each component; None where there is no number."""
-    means: dict[str, float | None] = dict.fromkeys(weights)
-    total = 0.0
-    if not group.trajectories:
-        return None, means
-    for (name, weight), values in zip(weights.items(), columns_of(group).components(list(weights)).T.tolist()):
+
+    def mean(values: Iterable[float]) -> float | None:
         given = [value for value in values if not math.isnan(value)]
-        if given:
-            means[name] = _number(sum(given) / len(given))
-            total += weight * sum(given)  # a component that is not applicable adds nothing: types.total_reward
-    return _number(total / len(group.trajectories)), means
+        found = sum(given) / len(given) if given else math.nan
+        return found if math.isfinite(found) else None
 
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    columns = columns_of(group)
+    means = {name: mean(own) for name, own in zip(weights, columns.components(list(weights)).T.tolist())}
+    return mean(columns.combined_rewards(weights)), means
 
 
 def make_store(

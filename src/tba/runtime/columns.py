@@ -130,15 +130,8 @@ class ResponseColumns(Sequence[Trajectory]):
 
     def components(self, names: Sequence[str]) -> np.ndarray:
         """Reward components by name, float64 [R, C], NaN where they are not applicable or a response has none of a name."""
-        # Where all responses have the same components, their values are a table already; the rest is for mixed groups.
-        distinct = set(self.reward_names)
-        if len(distinct) == 1:
-            (own,) = distinct
-            known = self.rewards.reshape(len(self), len(own))
-            if own == tuple(names):
-                return known
-            missing = np.full(len(self), np.nan)
-            return np.stack([known[:, own.index(n)] if n in own else missing for n in names], axis=1)
+        if set(self.reward_names) == {tuple(names)}:  # the values are a table already
+            return self.rewards.reshape(len(self), len(names))
         own_rewards = pairwise(accumulate(map(len, self.reward_names), initial=0))
         found = [dict(zip(own, self.rewards[slice(*ends)])) for own, ends in zip(self.reward_names, own_rewards)]
         return np.array([[own.get(name, np.nan) for name in names] for own in found], np.float64).reshape(

@@ -129,31 +129,22 @@ class SharedWeights(WeightMemory):
             )
         buffer = self.begin()
         shared: Mapping[str, Tensor] = self._tensors[buffer]
-        writer = self._writer_of(tensors)
-        if writer is None:
+        # Tensors of several ranks are no dict: they are gathered into host memory whenever one looks at them.
+        to_host = self._device_data is None and isinstance(tensors, dict)
+        devices = {tensor.device for tensor in tensors.values()} if to_host else set()
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
             copy_all((shared[name] for name in tensors), tensors.values())
             found = checksum(self._data[buffer])  # waits for the copies: it comes back to the host
         else:
-            found = writer.write(tensors, self._data[buffer])
+            if self._writer is None:
+                lock_pages(torch.from_numpy(self.memory.array(np.uint8)), self)  # all of it: the buffers share a page
+                self._writer = PackedWriter(self.layout, devices.pop())
+            found = self._writer.write(tensors, self._data[buffer])
             # The canary is computed from the returned tensors: they must be the numbers that searchers load, in their dtype.
             if all(tensor.dtype == shared[name].dtype for name, tensor in tensors.items()):
                 shared = tensors
         self.finish(buffer, Header(version=version, checksum=found))
         return Weights(version=version, tensors=shared, checksum=found)
-
-    def _writer_of(self, tensors: Mapping[str, Tensor]) -> PackedWriter | None:
-        """None where the buffers lie on the GPU, or the tensors do not."""
-        # Those of several ranks are no dict: they are gathered into host memory whenever one looks at them.
-        if self._device_data is not None or not isinstance(tensors, dict):
-            return None
-        devices = {tensor.device for tensor in tensors.values()}
-        device = devices.pop()
-        if devices or device.type != "cuda":
-            return None
-        if self._writer is None:
-            lock_pages(torch.from_numpy(self.memory.array(np.uint8)), self)  # all of it: the buffers share a page
-            self._writer = PackedWriter(self.layout, device)
-        return self._writer
 
     def stored(self, version: int) -> Weights | None:
         """What lies in the buffer of a version (`buffer_of`)."""
@@ -162,8 +153,29 @@ class SharedWeights(WeightMemory):
 
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
+        misses = 0
         with self._reading():
-            return self._fetch()
+            for attempt in range(MAX_RETRIES):
+                header = self.copy_newest(self._copy)
+                if header is not None:
+                    assert self._private is not None
+                    version, published, found = header.version, header.checksum, checksum(self._private)
+                    if found == published:
+                        return Weights(version=version, tensors=self._private_tensors, checksum=published)
+                    misses += 1
+                    error = (
+                        f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the "
+                        "copy is damaged; nothing was loaded."
+                    )
+                    if misses >= MAX_CHECKSUM_MISSES:
+                        raise ChecksumMismatch(error)
+                    logger.warning("%s They are copied again.", error)
+                # A reader that spins could keep the trainer, which it waits for, from its core.
+                time.sleep(0.001 * min(attempt, 10))
+        raise TimeoutError(
+            f"weights could not be copied: {MAX_RETRIES} times the trainer wrote the buffer while it was read. "
+            "Raise train.publish_every."
+        )
 
     def loaded(self) -> None:
         """What was fetched last is being read by work that is queued already, and by nothing later: the next fetch
@@ -171,30 +183,6 @@ class SharedWeights(WeightMemory):
         if self._private is not None and self._private.is_cuda:
             self._loaded = torch.cuda.Event()
             self._loaded.record(torch.cuda.current_stream(self._private.device))
-
-    def _fetch(self) -> Weights:
-        misses = 0
-        for attempt in range(MAX_RETRIES):
-            header = self.copy_newest(self._copy)
-            if header is not None:
-                assert self._private is not None
-                version, published, found = header.version, header.checksum, checksum(self._private)
-                if found == published:
-                    return Weights(version=version, tensors=self._private_tensors, checksum=published)
-                misses += 1
-                error = (
-                    f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy "
-                    "is damaged; nothing was loaded."
-                )
-                if misses >= MAX_CHECKSUM_MISSES:
-                    raise ChecksumMismatch(error)
-                logger.warning("%s They are copied again.", error)
-            # A reader that spins could keep the trainer, which it waits for, from its core.
-            time.sleep(0.001 * min(attempt, 10))
-        raise TimeoutError(
-            f"weights could not be copied: {MAX_RETRIES} times the trainer wrote the buffer while it was read. "
-            "Raise train.publish_every."
-        )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
