@@ -1,8 +1,7 @@
 """The responses of a group as columns: one array, or list, per field instead of an object per response.
 
-A searcher packs a group once, when it is complete. So it is sent, taken into the buffer and written to disk; of 128 short
-responses each of these takes a tenth of the time that 256 small objects and 640 small arrays would take. Columns are also a
-sequence of trajectories, each made when it is asked for.
+A searcher packs a group once. So it is sent, taken into the buffer and written to disk, each in a tenth of the time that
+small objects would take. Columns are also a sequence of trajectories, each made when it is asked for.
 
 Axis letters: R responses of a group, C reward components, N tokens of responses end to end.
 
@@ -13,11 +12,9 @@ In the durable replay a group is bytes, its payload, with every field of a Traje
     H bytes       header: ASCII JSON
     the rest      arrays end to end, in the order of ARRAYS; every number is little-endian
 
-The header holds `id`, `searcher`, `lost`, `rollout`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
-as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names
-of their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple
-becomes a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and
-named in `left_out`; the task has them under the prompt's id.
+The header holds `id`, `searcher`, `lost`, `rollout`, the prompt and, as lists with an entry per response, the other fields;
+`tokens` are the lengths of the responses and `rewards` the names of their reward components. Values of a prompt's columns
+come back as JSON holds them. Columns that JSON cannot hold (an image, say) are named in `left_out`; the task has them.
 """
 
 from __future__ import annotations

@@ -2,21 +2,16 @@
 tba.runtime.role_process FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
 
 The parent sends its module search path and (target, keyword arguments) over the socket FD. The target runs with a Link to
-the parent. A process started this way does not import the parent's main script again, so training scripts need no
-`if __name__ == "__main__"`.
+the parent. The parent's main script is not imported again, so training scripts need no `if __name__ == "__main__"`.
 
 Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds. The server runs no threads and
-never touches a GPU, neither of which survives a fork. A role gets the caller's environment, working folder and file
-descriptors (under the caller's numbers) with its request.
+never touches a GPU, neither of which survives a fork.
 
-    caller -> server   the request, then its descriptors as SCM_RIGHTS, of which the first is a pipe
+    caller -> server   environment, folder and descriptors; these as SCM_RIGHTS, of which the first is a pipe
     server -> caller   over that pipe: the process of the role, and its exit status when it has ended
 
-The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
-
-A role that will start roles itself, such as a trainer, gets a server of its own: a fork of this one, made before the role
-begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes by exec
-finds it there too.
+The server ends when the caller's end of the socket closes, and its forks with it. A role that will start roles itself, such
+as a trainer, gets a server of its own: a fork of this one, whose socket the role finds by OWN_SERVER, also after an exec.
 """
 
 from __future__ import annotations

@@ -55,29 +55,27 @@ StartSearcher = Callable[[Callable[..., None], Mapping[str, Any], ConnectionHand
 """Starts `target(link, index=..., incarnation=..., connection=..., **arguments)`, given target, arguments and the others."""
 
 
-def local_starter(config: Config, logs: Path) -> StartSearcher:
-    """Starts searchers as processes of this machine (on a cluster: cluster/roles.py)."""
-
-    def start(
-        target: Callable[..., None],
-        arguments: Mapping[str, Any],
-        connection: ConnectionHandle,
-        index: int,
-        incarnation: str,
-    ) -> Role:
-        logs.mkdir(parents=True, exist_ok=True)  # the user may have deleted it
-        return RoleProcess(
-            f"searcher-{index}",
-            target,
-            {**arguments, "index": index, "incarnation": incarnation, "connection": connection},
-            log=logs / f"searcher-{index}.log",
-            threads=threads_of(config, num_searchers=index + 1).searcher,
-            forked=True,
-            without=(PRIORITY,),  # that of the trainer, which gives way to searchers
-            queued=True,
-        )
-
-    return start
+def start_local(
+    config: Config,
+    logs: Path,
+    target: Callable[..., None],
+    arguments: Mapping[str, Any],
+    connection: ConnectionHandle,
+    index: int,
+    incarnation: str,
+) -> Role:
+    """Start a searcher as a process of this machine (on a cluster: cluster/roles.py)."""
+    logs.mkdir(parents=True, exist_ok=True)  # the user may have deleted it
+    return RoleProcess(
+        f"searcher-{index}",
+        target,
+        {**arguments, "index": index, "incarnation": incarnation, "connection": connection},
+        log=logs / f"searcher-{index}.log",
+        threads=threads_of(config, num_searchers=index + 1).searcher,
+        forked=True,
+        without=(PRIORITY,),  # that of the trainer, which gives way to searchers
+        queued=True,
+    )
 
 
 @dataclass

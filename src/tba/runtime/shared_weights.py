@@ -1,9 +1,8 @@
 """Weights between processes: two shared buffers (weight_memory.py), written in turn by the trainer, copied out by
 searchers. No engine decodes from a buffer.
 
-Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
-lets the other process read them, and weights go from device to device. There a reader copies and checks on a stream of its
-own, beside the decode steps that are under way: it waits for the copy, not for the steps.
+Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it (CUDA IPC).
+There a reader copies and checks on a stream of its own: it waits for the copy, not for decode steps that are under way.
 
 The checksum says whether the bytes that arrived are those that were published. Whether the engine computes with them is for
 the canary (models/weights.py). A GPU copies straight from and to memory whose pages the driver has locked, at the speed of

@@ -1,8 +1,7 @@
 """Two buffers of bytes in shared memory, written in turn by one process and copied out by any number.
 
-The writer takes the buffer that is not newest, so a reader of the newest buffer is disturbed only when it is so slow that a
-whole publication passes it by. A reader compares the sequence number before and after its copy, and
-tries again where it has changed.
+The writer takes the buffer that is not newest. A reader compares the sequence number before and after its copy, and tries
+again where it has changed.
 
     memory:  number of publications so far, two headers, two times the data (unless it lies on a GPU)
     header:  sequence (odd while its buffer is written), version, checksum, 1 + version of the canary (int64), then the
