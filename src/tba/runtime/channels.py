@@ -48,6 +48,8 @@ class Stopped(Exception):
 
 
 class LocalGroups:
+    """A queue inside one process: sender and receiver in one."""
+
     def __init__(self) -> None:
         self._groups: list[TrajectoryGroup] = []
 
@@ -91,6 +93,8 @@ class LaggedWeights:
 
 
 class LocalWeights:
+    """Publishing inside one process: the engine loads at once."""
+
     def __init__(self, load: Callable[[Weights], None]) -> None:
         self._load = load
 

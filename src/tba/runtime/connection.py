@@ -222,6 +222,8 @@ class LocalRuntime:
 
 
 class TrainerConnection:
+    """The side of searcher `index`, over its link to the trainer and shared memory."""
+
     def __init__(
         self,
         link: Link,

@@ -259,6 +259,8 @@ class SharedCounters:
 
 
 class RoleCounters:
+    """Named float64 numbers of one role."""
+
     def __init__(self, values: np.ndarray, fields: tuple[str, ...]) -> None:
         self._values = values
         self._index = {name: place for place, name in enumerate(fields)}

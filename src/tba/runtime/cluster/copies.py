@@ -108,6 +108,8 @@ def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
 
 
 class RunCopy:
+    """The copy of a run folder, in a folder that is laid out like it."""
+
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._lock = threading.Lock()
@@ -230,6 +232,8 @@ def replica_actor(config: Config, folder: RunFolder, owner: Holder) -> Any:
 
 
 class RemoteReplica:
+    """The replica of a run, as its trainer sees it."""
+
     def __init__(self, owner: Holder) -> None:
         self._actor = ray.get_actor(_replica_name(owner), namespace=NAMESPACE)
         self._storing: dict[Any, str] = {}

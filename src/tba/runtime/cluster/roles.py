@@ -191,21 +191,25 @@ class ClusterRole:
     def __init__(
         self,
         name: str,
-        actor: Any,
         counters: SharedCounters,
         *,
         searcher: int | None,
         log: Path | None,
+        num_cpus: float,
+        num_gpus: float,
         queued: bool = False,
-        started: Any = None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
+        **given: Any,
     ) -> None:
-        """`started` is a call of the actor: its error is the role's end. `ended` is called once, when the role is gone."""
+        """The actor, which is given the rest, waits for a node with room for it: a CPU for each thread, and the role's
+        GPUs. `ended` is called once, when the role is gone."""
         self.name, self.log, self.pid = name, log, 0
         self.status: int | None = None
-        self.actor = actor
-        self._calls: list[Any] = [] if started is None else [started]
+        make: Any = ray.remote  # its types do not know of concurrency groups
+        host = make(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=num_cpus, num_gpus=num_gpus)(RoleHost)
+        self.actor = host.remote(name=name, searcher=searcher, search_path=sys.path, **given)
+        self._calls: list[Any] = []
         self._counters = counters
         self._own = counters.own_part(searcher)
         self._copy = copy
@@ -307,14 +311,9 @@ def gpus_each(config: Config) -> float:
     return share_of_gpus(available, config.train.ranks + config.search.count)
 
 
-def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: float, **given: Any) -> Any:
-    """The actor of a role, which waits for a node with room for it: a CPU for each thread, and the role's GPUs."""
-    make: Any = ray.remote  # its types do not know of concurrency groups
-    host = make(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=num_cpus, num_gpus=num_gpus)(RoleHost)
-    return host.remote(name=name, searcher=searcher, search_path=sys.path, **given)
-
-
 class ClusterTrainers:
+    """Places the trainer of a run on a node."""
+
     def __init__(self, config: Config, counters: SharedCounters, replica: RunFolder | None, owner: Holder) -> None:
         self._config = config
         self._counters = counters
@@ -329,10 +328,17 @@ class ClusterTrainers:
         cpus = ranks * threads_of(config).trainer
         # Ray knows parts of one GPU only.
         gpus = each if ranks == 1 else ranks * math.ceil(each)
-        copied = None if copy is None else config.run_folder
-        actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
-        role = ClusterRole("trainer", actor, self._counters, searcher=None, log=None, copy=copy)
-        begin = partial(actor.start.remote, target, log=None, threads=threads_of(config).trainer)
+        role = ClusterRole(
+            "trainer",
+            self._counters,
+            searcher=None,
+            log=None,
+            num_cpus=cpus,
+            num_gpus=gpus,
+            copy=copy,
+            copied=None if copy is None else config.run_folder,
+        )
+        begin = partial(role.actor.start.remote, target, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
         else:
@@ -389,21 +395,24 @@ class ClusterSearchers:
         incarnation: str,
     ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
-        actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each, connection=connection)
-        started = actor.start.remote(
-            cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
-            {"index": index, "incarnation": incarnation},
+        self._relay = self._relay or WeightRelay(connection)
+        role = ClusterRole(
+            name,
+            self._counters,
+            searcher=index,
             log=log,
-            threads=self._threads,
+            num_cpus=self._threads,
+            num_gpus=self._gpus_each,
+            queued=True,
+            ended=partial(self._relay.remove, incarnation),
+            connection=connection,
         )
-        if self._relay is None:
-            self._relay = WeightRelay(connection)
         # The weights are offered at once: the actor starts the searcher's process when the first have arrived.
-        self._relay.add(incarnation, actor.take_weights.remote)
-        ended = partial(self._relay.remove, incarnation)
-        return ClusterRole(
-            name, actor, self._counters, searcher=index, log=log, queued=True, started=started, ended=ended
-        )
+        self._relay.add(incarnation, role.actor.take_weights.remote)
+        program = cloudpickle.dumps((target, dict(arguments)))  # the actor need not import what it needs
+        own = {"index": index, "incarnation": incarnation}
+        role.watch(role.actor.start.remote(program, own, log=log, threads=self._threads))
+        return role
 
     def close(self) -> None:
         if self._relay is not None:
