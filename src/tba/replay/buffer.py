@@ -213,7 +213,7 @@ class ReplayBuffer:
         """State of the buffer and ages (step - version) of the last sample, for the log as `buffer/*`."""
         ages = self._ages if len(self._ages) else np.zeros(1, np.int64)
         p50, p90 = np.percentile(ages, [50, 90])
-        found = {"responses": len(self), "prompts": self.num_prompts, "tokens": self._num_tokens}
+        found: dict[str, Any] = {"responses": len(self), "prompts": self.num_prompts, "tokens": self._num_tokens}
         found |= {"age_mean": ages.mean(), "age_p50": p50, "age_p90": p90, "age_max": ages.max(), **self._counts}
         return {name: float(value) for name, value in found.items()}
 

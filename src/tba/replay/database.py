@@ -87,15 +87,15 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
         # Each row has a query of its own: a cursor over all would stay open for as long as the caller takes.
         for arrival in arrivals:
             try:
-                row = raw_row(database, arrival)
+                if (row := raw_row(database, arrival)) is None:
+                    continue  # it has left since
                 # Columns 5 and 12 of SCHEMA are step and time, the last one is the payload.
-                stored = row and StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
+                stored = StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
             except Exception as error:  # damage shows in as many ways as a row has columns
                 corrupt += 1
                 logger.warning("%s: row %d is corrupt and left out: %s", path, arrival, error)
                 continue
-            if stored:
-                yield stored
+            yield stored
     if corrupt:
         logger.warning("%s: %d of %d rows were corrupt", path, corrupt, len(arrivals))
 
