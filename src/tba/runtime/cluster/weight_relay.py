@@ -135,18 +135,16 @@ class WeightMirror:
 
     def __init__(self, connection: ConnectionHandle) -> None:
         """`connection` is the trainer's: of its buffers only the layout has a meaning here."""
-        self._connection = connection
-        self._layouts = {kind: handle.layout for kind, handle in _handles(connection).items()}
-        self._buffers = {kind: WeightMemory(reserve(data_bytes(own))) for kind, own in self._layouts.items()}
+        self._connection, self._theirs = connection, _handles(connection)
+        self._buffers = {kind: WeightMemory(reserve(data_bytes(own.layout))) for kind, own in self._theirs.items()}
 
     def connection(self, counters: str) -> ConnectionHandle:
         """The same handles as the searcher finds them on this node, where `counters` are."""
-        handles = {
-            kind: SharedWeightsHandle(memory=buffers.memory.handle, layout=self._layouts[kind])
-            for kind, buffers in self._buffers.items()
-        }
-        weights, references = handles["weights"], handles.get("references")
-        return replace(self._connection, counters=counters, weights=weights, references=references)
+        found = {kind: replace(own, memory=self._buffers[kind].memory.handle) for kind, own in self._theirs.items()}
+        # On a cluster the trainer's buffers lie in host memory, as these do.
+        return replace(
+            self._connection, counters=counters, weights=found["weights"], references=found.get("references")
+        )
 
     def take(self, offer: Offer, data: np.ndarray) -> None:
         buffers = self._buffers[offer.kind]
