@@ -147,15 +147,15 @@ class SearcherPool:
             incarnation.process.show_stacks()
         dump_stacks([os.getpid()])
 
-    def stop(self, *, timeout_seconds: float = STOP_SECONDS) -> None:
-        """End all of them, by force after the time, and forget them."""
+    def stop(self, *, timeout_seconds: float | None = None) -> None:
+        """End all of them, by force after the time (None = STOP_SECONDS), and forget them."""
         # The thread ends first: it would replace the searchers that are stopped here.
         if self._thread is not None:
             self._stopping.set()
             self._thread.join()
         self._counters.trainer["searchers"] = 0
         processes = [incarnation.process for incarnation in self._incarnations]
-        stop_all(processes, STOP, timeout_seconds=timeout_seconds)
+        stop_all(processes, STOP, timeout_seconds=STOP_SECONDS if timeout_seconds is None else timeout_seconds)
         for process in processes:
             process.link.close()
         for member in self._members:
