@@ -2,7 +2,7 @@
 
 A canary is a few teacher-forced tokens, whose log-probs the trainer evaluates on what it publishes and each searcher on what
 it has loaded. A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though version and
-checksum (runtime/host_copies.py) are right.
+checksum (runtime/shared_weights.py) are right.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tba.runtime.connection import LocalRuntime
 from tba.runtime.counters import RoleCounters, SharedCounters
 from tba.runtime.processes import RoleDied
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.runtime.searcher_pool import local_starter
+from tba.runtime.searcher_pool import start_local
 from tba.searcher.loop import (
     SearchCounts,
     Searcher,
@@ -117,7 +117,7 @@ def runtimes(config: Config, host: Host, counters: SharedCounters, logs: Path) -
     """Maker of the trainer's runtime: its searchers are processes of this machine or, under runtime.kind=ray, actors of a
     cluster, which this process joins."""
     if config.runtime.kind == "local" or config.is_synchronous:
-        yield partial(LocalRuntime, config.runtime, counters, local_starter(config, logs))
+        yield partial(LocalRuntime, config.runtime, counters, partial(start_local, config, logs))
         return
     from tba.runtime.cluster import cluster
 

@@ -12,7 +12,6 @@ from tba.config import Config
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import wait_until
 from tba.runtime.counters import RoleCounters
-from tba.runtime.deadlines import Waiting
 from tba.types import ResponseCounts
 
 
@@ -62,14 +61,11 @@ class Gate:
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
             deadline_seconds=self.config.runtime.wait_seconds,
-            waiting=Waiting(
-                waiter="the trainer",
-                awaited=f"{self.config.search.count} searchers",
-                setting="runtime.wait_seconds",
-                heartbeats=self.heartbeats,
-            ),
+            waiter="the trainer",
+            awaited=f"{self.config.search.count} searchers",
             explain=lambda: self._explain(feed),
             progress=self.progress,
+            heartbeats=self.heartbeats,
         )
         # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
         return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0

@@ -37,7 +37,7 @@ from tba.trainer.reference import Beta, ReferenceResets
 from tba.trainer.state import Stateful
 from tba.trainer.step import StepResult, TrainStep
 from tba.trainer.updates import SpareTime, Updates, with_old_values
-from tba.types import Batch, ResponseCounts, TrajectoryGroup
+from tba.types import Batch, GroupId, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
@@ -246,7 +246,7 @@ class Trainer:
 
     def add_to_buffer(self, group: TrajectoryGroup) -> bool:
         """Add a group that arrives, or is stored on disk already; False where it came before."""
-        new = not self.replay.has_received(group.id)
+        new = not self.replay.marks.passed(GroupId.parse(group.id))
         if new:
             # Only for a new group: it may be scored anew, which costs the reference a forward pass.
             admitted = group if self.references is None else self.references.admit(group)
