@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -28,12 +27,14 @@ from tba.tasks.task import Split
 from tba.types import Prompt
 
 
-class LazyPrompts(Sequence[Prompt], ABC):
-    """Prompts that are made when they are asked for."""
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts that are made when they are asked for, by `make` from their place, and not kept."""
 
-    @abstractmethod
-    def at(self, place: int) -> Prompt:
-        """The prompt at a place from 0 on."""
+    def __init__(self, count: int, make: Callable[[int], Prompt]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -43,7 +44,7 @@ class LazyPrompts(Sequence[Prompt], ABC):
 
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         places = range(len(self))[index]
-        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
 
 def make_prompt(

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tba.config.section import Section
 from tba.tasks.data.make_prompt import make_prompt, question_key, uses_chat
-from tba.tasks.package_task import DrawnPrompts, PackageTask, Problem
+from tba.tasks.questions import DrawnPrompts, PackageTask, Problem
 from tba.tasks.task import Split, TaskInputs
 from tba.tasks.verifiers.tasksets import Scorer, SingleTurnTasks
 from tba.types import Prompt
