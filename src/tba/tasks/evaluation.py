@@ -1,17 +1,15 @@
-"""Evaluations: the evaluator for tasks whose responses are right or wrong, and the base of all evaluators. The base
-generates responses and measures the distance to the start model.
+"""Evaluations: the evaluator for tasks whose responses are right or wrong, and the base of all evaluators.
 
-A task makes its own evaluator (`Task.make_evaluator`): AnswerEvaluator, or one of its own as red_team/ and tldr/ have. Every
-figure is a mean over prompts of what their samples reached, and its standard error is over prompts too: the samples of a
+Every figure is a mean over prompts of what their samples reached. Its standard error is over prompts too: the samples of a
 prompt are solved or not together, and counting each would make the error look smaller than it is.
 
-What a model answered may be kept in a file, one JSON line a prompt, and two models be compared on the same prompts:
+Responses may be kept in a file, one JSON line a prompt, and two models be compared on the same prompts:
 
     tba evaluate RUN_A --samples 8 --responses a.jsonl
     tba evaluate RUN_B --samples 8 --responses b.jsonl --against a.jsonl
 
 Most of the spread of an evaluation is between prompts, which are hard or easy for both models. A paired difference is free
-of it, so it shows which of two models is better with far fewer prompts than their own standard errors suggest.
+of it, so it needs far fewer prompts than their own standard errors suggest.
 """
 
 from __future__ import annotations

@@ -28,17 +28,17 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.tasks.data.make_prompt import QuestionAnswer, Source
+from tba.tasks.data.make_prompt import Source
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.questions import QuestionTask
 
 
-def read_problem(row: DataRow) -> QuestionAnswer:
+def read_problem(row: DataRow) -> tuple[str, str]:
     require_object(row, columns="a `question` and an `answer`")
     question, answer = prompt_column(row, "question"), text_column(row, "answer")
     if marked_answer(answer) is None:
         raise BadRow("no answer", f"{row.place}: `answer` has no number after `####`; it ends with {answer[-40:]!r}.")
-    return QuestionAnswer(line=row.line, question=question, answer=answer, place=row.place)
+    return question, answer
 
 
 class GSM8KTask(QuestionTask):

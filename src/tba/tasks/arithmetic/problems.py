@@ -8,9 +8,8 @@
 
 A problem is an opening, one or two events and a question, 2 to 4 calculation steps in all. Its *canonical content* is the
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
-split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
-tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
-in `start_model/` and made by `recipes/arithmetic.py`.
+split, so a held-out problem cannot occur in training under any seed. Validation problems, to tune on, are of the training
+side, less the contents that the run trains on. `recipes/arithmetic.py` made the start model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prompts from data: as tokens within the context, with one BOS, and as questions with answers in splits.
 
 Held out are the rows to report on. Train rows whose question is held out too are counted, reported once and left out of
-training: a policy that was trained on a question says nothing about new ones by answering it. Questions are compared by
-their words in lower case: other white space or capital letters do not make another question. Validation questions, to tune
-on, are train rows that a hash of the question picks: the same in every run.
+training. Questions are compared by their words in lower case. Validation questions, to tune on, are train rows that a hash
+of the question picks: the same in every run.
 """
 
 from __future__ import annotations
@@ -157,8 +156,8 @@ class Source:
 
     hub_subset: str
     """Subset of the dataset on the hub."""
-    read: Callable[[DataRow], QuestionAnswer]
-    """Makes a question of a row; raises BadRow for a row that is none."""
+    read: Callable[[DataRow], tuple[str, str]]
+    """Question and answer of a row; raises BadRow for a row without them."""
     held_out: tuple[str, ...] = ("test",)
     """Names of the split to report on; of a folder the first that it has, of a hub dataset the first."""
 
@@ -198,13 +197,13 @@ def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: S
     ids = set[str]()
 
     def read(row: DataRow) -> QuestionAnswer:
-        problem = source.read(row)
+        question, answer = source.read(row)
         id = next((str(row.value[column]) for column in ID_COLUMNS if row.value.get(column) is not None), None)
         if id in ids:
             raise BadRow("duplicate id", f"{row.place}: id {id!r} occurs twice; ids must be unique.")
         if id is not None:
             ids.add(id)
-        return problem
+        return QuestionAnswer(line=row.line, question=question, answer=answer, place=row.place)
 
     problems = bad.keep(rows, read)
     bad.report()

@@ -1,14 +1,10 @@
 """Rows of a dataset from where it lies: a JSONL file (also .gz), a folder with one file per split, or a hub name.
 
 Every row comes with its place, the words that an error about it starts with: `data/train.jsonl line 17`. Files are read
-line by line in binary, so that a file may be larger than memory and broken UTF-8 costs one row.
+line by line in binary: a file may be larger than memory, and broken UTF-8 costs one row.
 
-A row that cannot be used is never trained on in silence. Whoever finds it raises BadRow, BadRows counts it, and when all
-rows are seen it stops the run or warns, as task.on_bad_row says:
-
-    bad = BadRows(config.on_bad_row)
-    problems = bad.keep(jsonl_rows(path, bad), read_problem)
-    bad.report()
+A row that cannot be used is never trained on in silence. Its reader raises BadRow, and BadRows counts it. When all rows are
+seen, BadRows stops the run or warns, as task.on_bad_row says.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None] 
        log_metric are among the columns)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
-Both may be `async def`: the samples of a prompt are then awaited at once. An exception among the values costs its sample
-only (`await asyncio.gather(*calls, return_exceptions=True)`).
+Both may be `async def`: the samples of a prompt are then awaited at once. An exception among the values costs its sample.
 
-For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL; of an episode it is all its messages,
-and `environments` are copies of the environments at the end. A function gets all samples of a prompt
-in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
-other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
-ones are lost. Nothing here imports torch or pydantic, so that a worker, when it was killed, is back in a moment.
+For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. Of an episode it is all its messages,
+and `environments` are copies of the environments at the end. A function gets all samples of a prompt in one call, and its
+values may compare them: when it fails, all of them are lost. With `f.per_sample = True` the samples are then tried one by
+one, and only the failing ones are lost. Nothing here imports torch or pydantic: a killed worker is back in a moment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rewards of finished groups: at once in this process, or in worker processes that can be killed.
 
-A user's reward may be slow or hang. Workers score groups while the searcher goes on generating, several at a time where that
-is allowed (search.reward_workers); a call beyond its time is killed with its worker. Its group is lost as a whole, because
-rewards may compare the samples of a group; only where they say that they do not (per_sample) its samples are scored one by
-one, so that a hanging one costs only itself.
+Workers score groups while the searcher goes on generating, several at a time where that is allowed (search.reward_workers).
+A call beyond its time is killed with its worker. Its group is lost as a whole, because rewards may compare the samples of a
+group. Only where they say that they do not (per_sample), samples are then scored one by one.
 """
 
 from __future__ import annotations

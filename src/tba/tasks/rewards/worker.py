@@ -1,14 +1,12 @@
-"""A process for code that may hang or take all memory (a user's rewards), and the guard above it that leaves nothing of it
-behind.
+"""A process for code that may hang or take all memory (a user's rewards), and the guard above it.
 
     searcher -- guard: python -m tba.tasks.rewards.worker FD
                   |-- worker, a fork of it: makes its service (imports the reward's file), answers over the socket FD
                         |-- whatever the service starts
 
 The guard copies the worker's output to the log, of which the end is kept. When the worker ends, when the searcher asks or is
-gone, the guard kills everything that the worker started: it is their subreaper, so that they become its children even where
-they have a session of their own. The worker's memory is limited. Nothing here imports torch or pydantic: a worker that was
-killed is back in a moment.
+gone, the guard kills everything that the worker started. It is their subreaper: they become its children even where they
+have a session of their own. Nothing here imports torch or pydantic: a killed worker is back in a moment.
 """
 
 from __future__ import annotations

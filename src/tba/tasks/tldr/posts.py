@@ -6,19 +6,10 @@ A fact is a key and one of its six values. A post states 3 to 5 important and 1 
 order, always in 24 words; the last closes the post and asks for the summary. Its *canonical content* is its facts in key
 order. A hash of that decides the split, so a held-out content cannot occur in training under any seed.
 
-A post has a perfect summary, the reference that win rates compare with, and sloppy ones to learn from. The last two are
-perfect summaries with flaws (`Flaws`), which come by chance, item by item.
-
-How good a summary really is says the hidden gold rule. Evaluations see it, training never does.
-
-    gold = recall of the important facts
-           - 0.30 for each false claim        - 0.10 for each trivial fact       - 0.08 for each word without meaning
-           - 0.15 for each repeated fact      - 0.12 for each pair in the wrong order
-           - 0.05 for each word beyond those of the perfect summary              - 0.30 if it did not end by itself
-
-A claim is a key followed by a value, right or wrong; a false one is not in the post, and counts each time. Every other word
-has no meaning: fillers, a key or value by itself. Pairs in the wrong order are counted among the important facts that are
-true, each where it is first stated.
+How good a summary really is says the hidden gold rule (`gold_score`). Evaluations see it, training never does. A claim is a
+key followed by a value; a false one is not in the post, and counts each time. Every other word has no meaning: fillers, a
+key or value by itself. Pairs in the wrong order are counted among the important facts that are true, each where it is first
+stated.
 """
 
 from __future__ import annotations
@@ -197,7 +188,7 @@ DECIMALS = 9
 
 
 def gold_score(post: str, summary: str, *, finished: bool) -> float:
-    """The gold score of a summary: at most 1, that of the perfect one. `finished`: it ended by itself, with an EOS."""
+    """The recall of the important facts less the penalties of a summary: at most 1. `finished`: it ended with an EOS."""
     # The post is read by the same grammar as a summary; its fillers and separator claim nothing.
     facts = set(claims(post)[0])
     num_important = sum(key in IMPORTANT for key, _ in facts)

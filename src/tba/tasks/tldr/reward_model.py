@@ -2,7 +2,6 @@
 
     scorer = load_scorer("mnoukhov/pythia1b-rm-tldr6.9b", device="cuda")     # any sequence classifier with one label
     scorer.score(["... TL;DR:"], [" I broke my foot."], [True])              # array([3.27])
-    train_reward_model("EleutherAI/pythia-410m", Path("pairs.jsonl"), Path("reward_model"), RewardTraining())
 
 Our own reward model is the body of a causal language model and a linear head that gives every token a score. The scores of
 the response's tokens, EOS included, are added up: a sum learns from far fewer pairs than the score of the last token, and
@@ -13,8 +12,8 @@ makes length a way to cheat. It is saved as a folder:
     reward_head.safetensors           weight [1, hidden], bias [1]
     reward.json                       {"mean": -3.1, "std": 2.4}: scores are (sum - mean) / std
 
-It is trained by the Bradley-Terry loss -log sigmoid(score of chosen - of rejected) on pairs: a prompt, the response that was
-preferred and the one that was not: {"prompt": "... TL;DR:", "chosen": "place harbour day friday", "rejected": "so day"}
+It is trained by the Bradley-Terry loss -log sigmoid(score of chosen - of rejected) on pairs:
+{"prompt": "... TL;DR:", "chosen": "place harbour day friday", "rejected": "so day"}
 
 Prompt and response are tokenised apart and their ids joined, so that token boundaries are those of a policy that read the
 prompt and wrote the response. Axes: N sequences, T tokens.

@@ -197,7 +197,7 @@ class SummaryEvaluator(TaskEvaluator):
         return {**mean_metrics(means), **perplexities, "num_prompts": float(len(self.prompts))}
 
 
-def read_row(row: DataRow, *, eos: str) -> QuestionAnswer:
+def read_row(row: DataRow, *, eos: str) -> tuple[str, str]:
     require_object(row, columns="a `query` and a `reference_response`")
     # The first that the row has; if none, the first, which the error then names.
     prompt, column = (
@@ -210,7 +210,7 @@ def read_row(row: DataRow, *, eos: str) -> QuestionAnswer:
     if not reference:
         raise BadRow("empty reference", f"{row.place}: `{column}` is empty.")
     # A space parts it from the prompt, as in what a policy writes.
-    return QuestionAnswer(line=row.line, question=question, answer=f" {reference}", place=row.place)
+    return question, f" {reference}"
 
 
 def reward_model_path() -> Path:
