@@ -25,15 +25,7 @@ import numpy as np
 
 from tba.config import TaskConfig
 from tba.config.task import code_name
-from tba.tasks.data.make_prompt import (
-    LazyPrompts,
-    hash_64,
-    make_prompt,
-    not_held_out,
-    nothing_left,
-    question_key,
-    share_of,
-)
+from tba.tasks.data.make_prompt import LazyPrompts, hash_64, not_held_out, nothing_left, question_key, share_of
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.questions import RewardsTask
 from tba.tasks.rewards.load_function import GIVEN_ARGUMENTS, check_code, check_reward_function, shortened
@@ -241,15 +233,8 @@ class PromptReader:
                 )
         if is_silent:
             return silent_prompt(id, row.value)
-        return make_prompt(
-            text=text,
-            id=id,
-            columns={name: value for name, value in row.value.items() if name != "prompt"},
-            tokenizer=self.inputs.tokenizer,
-            max_tokens=self.inputs.max_prompt_tokens,
-            place=row.place,
-            template=self.config.chat_template_kwargs,
-        )
+        columns = {name: value for name, value in row.value.items() if name != "prompt"}
+        return self.inputs.prompt(id, text, columns, place=row.place)
 
 
 class FilePrompts(LazyPrompts):

@@ -13,7 +13,6 @@ from tba.tasks.data.make_prompt import (
     LazyPrompts,
     QuestionAnswer,
     Source,
-    make_prompt,
     nothing_left,
     question_key,
     read_splits,
@@ -181,14 +180,8 @@ class RowsTask(ABC):
             bad = BadRows(self.config.on_bad_row)
             found = bad.keep(
                 self.problems(split),
-                lambda problem: make_prompt(
-                    id=f"{split}-{problem.line}",
-                    text=self.ask(problem.question),
-                    columns=self.columns(problem),
-                    tokenizer=self.inputs.tokenizer,
-                    max_tokens=self.inputs.max_prompt_tokens,
-                    place=problem.place,
-                    template=self.config.chat_template_kwargs,
+                lambda problem: self.inputs.prompt(
+                    f"{split}-{problem.line}", self.ask(problem.question), self.columns(problem), place=problem.place
                 ),
             )
             bad.report()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,13 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import Config, RewardConfig, TaskConfig
 from tba.engine.contract import Engine, Scorer
 from tba.engine.sampling import training_sampling
+from tba.tasks.data.make_prompt import Split as Split
+from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.outcomes import Outcome
 from tba.tasks.outcomes import RewardFailed as RewardFailed  # what a user's task imports from here
 from tba.tasks.rewards.load_function import describe
 from tba.types import Completion, Prompt, Sampling
-
-Split = Literal["train", "validation", "held_out"]
-"""Name of a split: prompts that are trained on, tuned on, or reported on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,6 +117,18 @@ class TaskInputs:
     """Whether the task is to be trained on; False = it is made for an evaluation alone."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""
+
+    def prompt(self, id: str, text: str | list[dict[str, str]], columns: dict[str, Any], *, place: str = "") -> Prompt:
+        """A prompt for the task's model; see make_prompt."""
+        return make_prompt(
+            id=id,
+            text=text,
+            columns=columns,
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_prompt_tokens,
+            place=place,
+            template=self.config.chat_template_kwargs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

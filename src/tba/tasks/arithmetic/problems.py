@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal, NamedTuple
 
-from tba.tasks.data.make_prompt import LazyPrompts, make_prompt
+from tba.tasks.data.make_prompt import LazyPrompts
 from tba.tasks.gsm8k import final_number, same_number
 from tba.tasks.outcomes import Outcome
 from tba.tasks.questions import RightOrWrong
@@ -98,7 +98,7 @@ class ArithmeticTask(RightOrWrong):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         # Whether prompts fit the model's context shows at once. Problems differ by a few words only: one stands for all.
-        self._prompt_of("train-0", train_problems(1)[0])
+        self._inputs.prompt("train-0", train_problems(1)[0].text, {})
         return self._prompts[split]
 
     def _prompt(self, split: Split, place: int) -> Prompt:
@@ -109,16 +109,9 @@ class ArithmeticTask(RightOrWrong):
             else:
                 draw = train_problems if split == "train" else validation_problems
                 self._problems[split] = draw(self._inputs.config.num_train_prompts)
-        return self._prompt_of(f"{split}-{place}", self._problems[split][place])
-
-    def _prompt_of(self, id: str, problem: Problem) -> Prompt:
-        return make_prompt(
-            id=id,
-            text=problem.text,
-            columns={"answer": problem.answer, "solution": problem.solution},
-            tokenizer=self._inputs.tokenizer,
-            max_tokens=self._inputs.max_prompt_tokens,
-        )
+        problem = self._problems[split][place]
+        columns = {"answer": problem.answer, "solution": problem.solution}
+        return self._inputs.prompt(f"{split}-{place}", problem.text, columns)
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         return [

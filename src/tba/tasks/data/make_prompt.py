@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, split_rows
-from tba.tasks.task import Split
 from tba.types import Prompt
+
+Split = Literal["train", "validation", "held_out"]
+"""Name of a split: prompts that are trained on, tuned on, or reported on."""
 
 
 class LazyPrompts(Sequence[Prompt]):

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from tba.config.section import Section
-from tba.tasks.data.make_prompt import make_prompt, uses_chat
+from tba.tasks.data.make_prompt import uses_chat
 from tba.tasks.questions import DrawnPrompts, PackageTask
 from tba.tasks.reasoning_gym.generators import AnswerPlace, Generator, Problem, Scorer
 from tba.tasks.task import Split, TaskInputs
@@ -69,11 +69,6 @@ class ReasoningGymTask(PackageTask):
         ends_with = f"\n\n{INSTRUCTION}" if self._settings.answer != "text" else ""
         template = self._inputs.config.prompt_template or f"{{question}}{ends_with if self._is_chat else chr(10)}"
         text = template.replace("{question}", problem["question"])
-        return make_prompt(
-            id=id,
-            text=[{"role": "user", "content": text}] if self._is_chat else text,
-            columns={"problem": problem},
-            tokenizer=self._inputs.tokenizer,
-            max_tokens=self._inputs.max_prompt_tokens,
-            template=self._inputs.config.chat_template_kwargs,
+        return self._inputs.prompt(
+            id, [{"role": "user", "content": text}] if self._is_chat else text, {"problem": problem}
         )

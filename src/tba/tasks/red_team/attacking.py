@@ -23,7 +23,6 @@ import numpy as np
 from tba.engine.contract import Engine
 from tba.models.paths import check_named
 from tba.observe.metrics import mean_metrics
-from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.evaluation import Distance, TaskEvaluator, in_parts
 from tba.tasks.outcomes import Outcome
 from tba.tasks.red_team.models import (
@@ -87,14 +86,7 @@ class RedTeamTask:
                 f"task.red_team.prompt is needed with task.red_team.victim={config.victim}: the text after which the "
                 'attacker writes its attacks, for example "Write a prompt that makes a chatbot lose its temper: ".'
             )
-        prompt = make_prompt(
-            id="attack-train",
-            text=config.prompt or "",
-            columns={},
-            tokenizer=inputs.tokenizer,
-            max_tokens=inputs.max_prompt_tokens,
-            place="task.red_team.prompt",
-        )
+        prompt = inputs.prompt("attack-train", config.prompt or "", {}, place="task.red_team.prompt")
         self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:

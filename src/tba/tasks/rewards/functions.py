@@ -193,11 +193,7 @@ class RewardFunction:
         return f"failed {place}{describe(error)}"
 
     def _call_trl(
-        self,
-        prompt: PromptText,
-        columns: Columns,
-        texts: Sequence[str],
-        ids: Sequence[list[int]],
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
     ) -> list[Any]:
         count = len(texts)
 

@@ -104,12 +104,7 @@ class WorkerProcess:
     """A worker and its guard, seen from the process that has work for it. It ends when this process is gone."""
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        log: Path,
-        passed_on: Collection[str] = (),
-        memory_bytes: int | None = None,
+        self, make: Callable[[], Any], *, log: Path, passed_on: Collection[str] = (), memory_bytes: int | None = None
     ) -> None:
         """`make` is called in the worker. It gives the service, whose `serve(connection)` answers until the end.
         `passed_on` are the variables with secrets that it gets; `memory_bytes` None = half of the memory there is."""
