@@ -131,12 +131,11 @@ NEGLECTED_KEYS = tuple(IMPORTANT)[5:]
 
 @dataclass(frozen=True, kw_only=True)
 class Flaws:
-    """Probabilities of what goes wrong with a summary."""
+    """Probabilities of what goes wrong with a summary, which comes by chance, item by item."""
 
     drop: float
-    """Probability that an important fact is left out."""
     drop_neglected: float
-    """Probability that an important fact of NEGLECTED_KEYS is left out."""
+    """Probability that an important fact of NEGLECTED_KEYS is left out; `drop` is that of the others."""
     hallucinate: float
     """Probability that a stated fact has another value than in the post."""
     swap: float
