@@ -4,7 +4,7 @@ settings, the machine)."""
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +62,8 @@ def evaluate(
         typer.echo(warning, err=True)
     if against is not None:
         read_responses(against)  # says now what is wrong with it
-    with nullcontext() if responses is None else responses_file(responses) as keep:
+    with ExitStack() as stack:
+        keep = None if responses is None else stack.enter_context(responses_file(responses))
         found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
     if responses is not None and against is not None:
         # It is read back from the file under its own name.

@@ -51,7 +51,7 @@ class CustomTask(RewardsTask):
             check_code(place)
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         super().__init__(config.rewards)
-        self.reward_weights: Mapping[str, float] = {
+        self.reward_weights = {
             # Rewards that environments give have weight 1, under the names of their classes.
             **{code_name(own): 1.0 for own in config.environment.classes.values()},
             **{reward.label: reward.weight for reward in config.rewards},

@@ -73,11 +73,9 @@ class PackageTask(RewardsTask):
     """A task of another package with one reward, `score`, of the package's own rule, which may compute for hours over a line
     of babble."""
 
-    reward_weights: ClassVar[Mapping[str, float]] = {"score": 1.0}
-
     def __init__(self, scorer: Callable[..., list[Any]], prompts: Mapping[Split, LazyPrompts]) -> None:
         super().__init__((RewardConfig(function=scorer, name="score"),))
-        self._prompts = prompts
+        self.reward_weights, self._prompts = {"score": 1.0}, prompts
 
 
 class DrawnPrompts(LazyPrompts):

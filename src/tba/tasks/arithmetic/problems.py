@@ -98,7 +98,7 @@ class ArithmeticTask(RightOrWrong):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         # Whether prompts fit the model's context shows at once. Problems differ by a few words only: one stands for all.
-        self._inputs.prompt("train-0", train_problems(1)[0].text, {})
+        self._inputs.prompt(f"{split}-0", train_problems(1)[0].text, {})
         return self._prompts[split]
 
     def _prompt(self, split: Split, place: int) -> Prompt:

@@ -68,8 +68,11 @@ def load_scorer(path: str, *, device: str = "auto", dtype: str = "auto") -> Mode
     as_dtype = resolve_dtype(dtype, on)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        kind: type[RewardModel | Classifier] = RewardModel if (folder / REWARD_FILE).is_file() else Classifier
-        model = kind.load(path, dtype=as_dtype)
+        model: RewardModel | Classifier
+        if (folder / REWARD_FILE).is_file():
+            model = RewardModel.load(path, dtype=as_dtype)
+        else:
+            model = Classifier(load_weights(AutoModelForSequenceClassification, path, dtype=as_dtype))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder that `tba prepare "
@@ -177,11 +180,6 @@ class Classifier(nn.Module):
         hidden = self.body.base_model(**inputs).last_hidden_state
         # In float32: half precision has steps of 0.03 at a score of 4, and wins are decided by less.
         return nn.functional.linear(hidden[torch.arange(len(hidden)), batch.last_N].float(), head.weight.float())[:, 0]
-
-    @staticmethod
-    def load(path: str, *, dtype: torch.dtype) -> Classifier:
-        """Loads a classifier from a folder or a hub name."""
-        return Classifier(load_weights(AutoModelForSequenceClassification, path, dtype=dtype))
 
 
 class Sequenced(NamedTuple):
