@@ -106,7 +106,7 @@ class TLDRTask(RowsTask):
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         # A response that did not end by itself is scored without an EOS, as the reward model reads it.
         finished = [completion.finish == "stop" for completion in completions]
-        scores = self.proxy_scores([_post(prompt)] * len(texts), texts, finished)
+        scores = self.proxy_scores([str(prompt.text)] * len(texts), texts, finished)
         return [
             {"reward_model": float(score)}
             # A NaN score is no reward: as a number it would spoil the whole batch's loss.
@@ -152,7 +152,7 @@ class SummaryEvaluator(TaskEvaluator):
 
     def __init__(self, task: TLDRTask, inputs: EvaluationInputs) -> None:
         super().__init__(task, inputs)
-        self._posts = [_post(prompt) for prompt in self.prompts]
+        self._posts = [str(prompt.text) for prompt in self.prompts]
         self._distance = Distance.of(inputs)
         self._reference_gold: np.ndarray | None = None
         """Gold scores of the reference summaries, once they are known."""
@@ -216,8 +216,3 @@ def read_row(row: DataRow, *, eos: str) -> tuple[str, str]:
 def reward_model_path() -> Path:
     """The folder of the shipped reward model."""
     return Path(__file__).parent / "reward_model"
-
-
-def _post(prompt: Prompt) -> str:
-    assert isinstance(prompt.text, str), "posts are plain text"
-    return prompt.text
