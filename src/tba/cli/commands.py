@@ -4,6 +4,7 @@ settings, the machine)."""
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,27 +54,19 @@ def evaluate(
     if against is not None and responses is not None and against.resolve() == responses.resolve():
         raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
     from tba.run import evaluate_model
-    from tba.tasks.evaluation import ResponsesFile, paired_differences, read_shares
+    from tba.tasks.evaluation import paired_differences, read_responses, responses_file
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     if (warning := collapse_message(target)) is not None:
         typer.echo(warning, err=True)
     if against is not None:
-        read_shares(against)  # says now what is wrong with it
-    keep = None if responses is None else ResponsesFile(responses)
-    if keep is not None:
-        # From here on a partial file exists; `close` removes it where the evaluation fails.
-        keep.begin()
-    try:
+        read_responses(against)  # says now what is wrong with it
+    with ExitStack() as stack:
+        keep = None if responses is None else stack.enter_context(responses_file(responses))
         found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
-        if keep is not None:
-            keep.finish()
-    finally:
-        if keep is not None:
-            keep.close()
     if responses is not None and against is not None:
-        # After finish(): it is read back from the file under its own name.
+        # It is read back from the file under its own name.
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))
 

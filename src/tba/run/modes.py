@@ -42,8 +42,7 @@ from tba.searcher.loop import (
 from tba.searcher.process import run_searcher
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
-from tba.tasks.task import Evaluator, Split, Task
-from tba.tasks.user_task import check_prompts
+from tba.tasks.task import Evaluator, Split, Task, check_prompts
 from tba.trainer.gate import Gate, Interrupted
 from tba.trainer.loop import Trainer
 from tba.trainer.make_trainer import make_learner, make_trainer

@@ -38,8 +38,7 @@ from tba.searcher.pace import PacedRollouts
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import RewardUnusable, make_rewards
-from tba.tasks.task import Evaluator
-from tba.tasks.user_task import WrongOutcomes
+from tba.tasks.task import Evaluator, WrongOutcomes
 from tba.types import Weights
 
 logger = logging.getLogger("tba.searcher")
