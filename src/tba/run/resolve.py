@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +43,7 @@ import torch
 from tba.config import Config, Schedule
 from tba.objectives.objective import Objective
 from tba.objectives.registry import make_objective, reset_every_where_unset
-from tba.run.memory import (
-    Machine,
-    ModelShape,
-    check_slots,
-    is_short_of_memory,
-    keys_and_values_beside_trainer,
-    slots_for,
-    tokens_for,
-)
+from tba.run.memory import Machine, MemoryPlan, ModelShape
 from tba.tasks.registry import max_prompt_tokens
 
 FILLED = (
@@ -162,16 +155,16 @@ def _with_memory(
     """As many responses side by side, and tokens in a micro-batch, as the memory of the devices holds (memory.py)."""
     longest = max_prompt_tokens(config, model.context)
     # Looking at all prompts takes seconds where they are made when they are asked for.
-    if longest_prompt is not None and is_short_of_memory(config, model, machine, longest_prompt=longest):
+    if longest_prompt is not None and MemoryPlan(config, model, machine, longest).is_short:
         longest = longest_prompt()
+    plan = MemoryPlan(config, model, machine, longest)
     if config.generate.slots is None:
-        config = _filled(config, "generate.slots", slots_for(config, model, machine, longest_prompt=longest))
+        plan = replace(plan, config=_filled(config, "generate.slots", plan.slots()))
     else:
-        check_slots(config, model, machine, longest_prompt=longest)
+        plan.check_slots(config.generate.slots)
     if not trains or config.train.tokens_per_micro_batch is not None:
-        return config
-    beside = keys_and_values_beside_trainer(config, model, machine, longest_prompt=longest)
-    return _filled(config, "train.tokens_per_micro_batch", tokens_for(config, model, machine, keys_and_values=beside))
+        return plan.config
+    return _filled(plan.config, "train.tokens_per_micro_batch", plan.tokens(plan.keys_and_values()))
 
 
 def _lag_of_all_slots(config: Config) -> int:
