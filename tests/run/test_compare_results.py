@@ -7,8 +7,7 @@ import pytest
 from studies import TUNE, plan_study, write_record, write_run
 
 from tba.observe.files import write_json
-from tba.run.compare.results import Estimate, as_json, as_markdown, estimate, grid_of, tuning_grid
-from tba.run.compare.runs import choose_value, gather
+from tba.run.compare import Estimate, as_json, as_markdown, choose_value, estimate, gather, grid_of, tuning_grid
 
 
 def test_the_standard_error_divides_by_n_minus_1_and_by_n():
