@@ -19,7 +19,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tba.config import Config, ConfigError, load_config
 from tba.observe.display import SHARES
@@ -223,20 +223,12 @@ def make_plan(study: Study, output: Path) -> Plan:
     return Plan(study, root, tuning, runs)
 
 
-class Estimate(NamedTuple):
-    """Mean over seeds and its standard error, sqrt(sum (x - mean)^2 / (n - 1) / n). Estimate(0.871, 0.004)"""
-
-    mean: float | None
-    """None = no run has a number."""
-    error: float | None
-    """None below two numbers."""
-
-
-def estimate(values: Iterable[float | None]) -> Estimate:
-    """Mean and standard error; missing and non-finite numbers are left out."""
+def estimate(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Mean, None = there is no number, and its standard error sqrt(sum (x - mean)^2 / (n - 1) / n), None below two numbers:
+    (0.871, 0.004)."""
     # A run may lack a metric (no prompt had a reward), or have NaN for it: the others still have a mean.
     numbers = [value for value in values if value is not None and math.isfinite(value)]
-    return Estimate(fmean(numbers) if numbers else None, standard_error(numbers))
+    return fmean(numbers) if numbers else None, standard_error(numbers)
 
 
 @dataclass(frozen=True)
@@ -257,7 +249,7 @@ class Results:
     """Everything that was tried, by row; empty where nothing is tuned."""
     commits: Sequence[str]
 
-    def over_seeds(self, row: str, column: str, name: str) -> Estimate:
+    def over_seeds(self, row: str, column: str, name: str) -> tuple[float | None, float | None]:
         return estimate(run.get(name) for run in self.runs[row][column].values())
 
 
@@ -399,7 +391,7 @@ def commit_hash() -> str:
 def as_json(results: Results, *, command: str) -> dict[str, Any]:
     study = results.study
     means = {
-        row: {column: results.over_seeds(row, column, study.metric)._asdict() for column in study.columns}
+        row: {c: dict(zip(("mean", "error"), results.over_seeds(row, c, study.metric))) for c in study.columns}
         for row in study.rows
     }
     made = {"command": command, "cpu_count": Machine.seen().cores, study.metric: means}
@@ -451,7 +443,7 @@ def tuning_grid(results: Results) -> list[list[str]]:
     grid = [[tune.key, *(f"{value:g}" for value in tune.values), "chosen"]]
     for row, scores in results.tuning.items():
         found = [list(scores[value].values()) for value in tune.values]
-        means = ["failed" if None in own else f"{scale * (estimate(own).mean or 0.0):.4g}" for own in found]
+        means = ["failed" if None in own else f"{scale * (estimate(own)[0] or 0.0):.4g}" for own in found]
         grid.append([row, *means, f"{results.tuned[row]:g}"])
     return grid
 

@@ -102,8 +102,12 @@ def resolve(
         # Three words of the story model after 180 s: .54 with one searcher on a CPU, .89 with two.
         c = _filled(c, "search.num_searchers", _num_searchers(c, model, machine))
         c = _with_memory(c, model, machine, longest_prompt, trains=trains)
-        # Twelve searchers on two cores without a limit: 74% of the responses left untrained.
-        c = _filled(c, "replay.max_lag", _lag_of_all_slots(c) if c.keeps_pace else None)
+        # Twelve searchers on two cores without a limit: 74% of the responses left untrained. With less, KV slots and reward
+        # workers beyond one would be left empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts).
+        judged = ((c.search.reward_workers or 1) - 1) * c.samples_generated_per_prompt
+        held = c.search.count * ((c.generate.slots or 0) + judged)
+        lag = 1 + c.spare_lag + math.ceil(held / c.train.responses_per_step)
+        c = _filled(c, "replay.max_lag", lag if c.keeps_pace else None)
     c = _filled(c, "replay.max_lag", c.lag_steps if c.mode == "fixed_lag" else None)
     make_objective(c)  # what was filled in must fit too
     return c
@@ -165,12 +169,3 @@ def _with_memory(
     if not trains or config.train.tokens_per_micro_batch is not None:
         return plan.config
     return _filled(plan.config, "train.tokens_per_micro_batch", plan.tokens(plan.keys_and_values()))
-
-
-def _lag_of_all_slots(config: Config) -> int:
-    """1 + spare_lag + the optimizer steps that all KV slots, and search.reward_workers beyond one, hold the responses of:
-    less would leave them empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts)."""
-    count = config.search.count
-    judged = count * ((config.search.reward_workers or 1) - 1) * config.samples_generated_per_prompt
-    held = count * (config.generate.slots or 0) + judged
-    return 1 + config.spare_lag + math.ceil(held / config.train.responses_per_step)
