@@ -103,7 +103,7 @@ def resolve(
         c = _filled(c, "search.num_searchers", _num_searchers(c, model, machine))
         c = _with_memory(c, model, machine, longest_prompt, trains=trains)
         # Twelve searchers on two cores without a limit: 74% of the responses left untrained. With less, KV slots and reward
-        # workers beyond one would be left empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts).
+        # workers would be left empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts).
         judged = ((c.search.reward_workers or 1) - 1) * c.samples_generated_per_prompt
         held = c.search.count * ((c.generate.slots or 0) + judged)
         lag = 1 + c.spare_lag + math.ceil(held / c.train.responses_per_step)
