@@ -114,10 +114,11 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
         searcher = "weights and the model's own cache, whose size is not known before it is loaded"
     else:
         native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
-        reason = why_never_fused(spec)
-        fused = "with fused kernels" if reason is None else "without fused kernels"
-        why = "" if reason is None else f": {reason}"
-        findings.append(("engine", f"{native}; on a GPU {fused} and CUDA graphs{why}"))
+        not_fused = why_never_fused(spec)
+        fused = "with fused kernels and CUDA graphs"
+        if not_fused is not None:
+            fused = f"without fused kernels and CUDA graphs: {not_fused}"
+        findings.append(("engine", f"{native}; on a GPU {fused}"))
         # Keys and values, of 2 bytes a number.
         per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
         example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"

@@ -55,7 +55,7 @@ def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(task, config, log=Path(logs) / "rewards.log")
 
-        def score_rewards(groups: list[FinishedGroup]) -> list[Mapping[str, float]]:
+        def score_rewards(groups: list[FinishedGroup]) -> list[dict[str, float]]:
             scored = []
             for group, (outcome,) in zip(groups, score_all(rewards, groups)):
                 if isinstance(outcome, RewardFailed):

@@ -56,7 +56,7 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
             "already: end it first (torch.distributed.destroy_process_group), or start the run with `tba train`."
         )
     if (found := Torchrun.found()) is None:
-        meeting = _own_ranks(config, logs)
+        meeting: AbstractContextManager[ConnectedRanks] = _own_ranks(config, logs)
     else:
         store = found.store()
         meeting = _meeting(config, found, store, store.add(INCARNATION, 1))

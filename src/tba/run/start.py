@@ -195,8 +195,8 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
                     run.trainer.checkpoints.save(step)
             except Exception as lost:  # logged only: it must not hide the error that ended the run
                 logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
-            outcome = "collapsed" if collapsed else "interrupted" if at_once else "failed"
-            run.recorder.finish(outcome, None if at_once else error)
+            shown = None if at_once else error
+            run.recorder.finish("collapsed" if collapsed else "interrupted" if at_once else "failed", shown)
             raise
         if run.interrupt.asked:
             run.trainer.checkpoints.save(run.trainer.step_index)
