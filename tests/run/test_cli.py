@@ -378,10 +378,10 @@ def test_doctor_names_what_the_machine_has():
 
 def test_doctor_asks_about_mps_before_it_uses_the_gpu(monkeypatch):
     asked = []
-    monkeypatch.setattr(doctor, "_gpus", lambda: asked.append("gpu") or "one")
-    monkeypatch.setattr(doctor, "_mps", lambda: asked.append("mps") or "used")
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: asked.append("gpu") or 0)
+    monkeypatch.setattr(doctor, "why_no_mps", lambda _: asked.append("mps") or "there is no GPU")
     found = dict(doctor.examine())
-    assert (asked, found["gpu"], found["mps"]) == (["mps", "gpu"], "one", "used")
+    assert (asked, found["mps"]) == (["mps", "gpu"], "not used: there is no GPU")
 
 
 def test_doctor_names_only_packages_that_the_program_can_use():
