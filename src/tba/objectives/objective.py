@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.types import Batch, Forward, Loss
 
 Coupling = Literal["token", "response", "group", "batch"]

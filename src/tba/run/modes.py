@@ -381,7 +381,7 @@ class SyncRun(Run):
         return cls(config, trainer, counters.trainer, Interrupt(), listener, searcher, evaluator, evaluation_engine)
 
     def step(self) -> None:
-        self.recorder.training_starts()  # generation is part of every step here
+        self.recorder.clock.start()  # generation is part of every step here
         self.row["step"], self.row["beats"] = self.trainer.step_index, self.row["beats"] + 1
         if not self.trainer.needs_batch:
             self.trainer.step()

@@ -212,7 +212,7 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
             run.close()
     run.listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
-        run.recorder.failures.report_lost()
+        run.recorder.failures.raise_lost(interrupted=True)
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)

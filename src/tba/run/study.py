@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tba.config import ConfigError
 from tba.config.reading import read_yaml, yaml_message
-from tba.config.section import Section
+from tba.config.sections import Section
 
 Label = Annotated[str, BeforeValidator(str)]
 """Name of a row or column; YAML reads an unquoted 10 as a number."""

@@ -113,7 +113,7 @@ class Trainer:
             waited = self.gate.wait(self) if self.needs_batch else 0.0
             if self.step_index > 1:  # before that searchers have only begun
                 self.spare.add(waited + (0.0 if was_ready else again))
-        self.recorder.training_starts()
+        self.recorder.clock.start()
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.updates.first(batch, step=self.step_index, progress=progress)
@@ -226,7 +226,7 @@ class Trainer:
         started = time.perf_counter()
         groups = self.receiver.drain()
         if self.prompt_queue.outstanding:
-            self.recorder.training_starts()  # a searcher has its first rollout
+            self.recorder.clock.start()  # a searcher has its first rollout
         for group in groups:
             if self.probe is not None:
                 self.probe.look(group, step=self.step_index)
