@@ -24,10 +24,9 @@ from tba.types import Batch, Forward, Totals, on_device, total_reward
 
 ROUNDING = 1e-6
 """Largest difference of rewards, as a share of the largest, that is rounding."""
-ROUNDING_DRIFT = 0.016
-"""Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart: mean |difference|."""
-LEAST_EXACT = 0.3
-"""Share of a drift in bf16 that is no rounding, at least."""
+ROUNDING_DRIFT, LEAST_EXACT = 0.016, 0.3
+"""Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart (mean |difference|), and
+the share of a drift in bf16 that is no rounding, at least."""
 LEAST_SIZE = 1e-4
 """Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
 
@@ -46,12 +45,8 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
 
 
 def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
-    batch = replace(batch, weight_PK=weight_PK)
-    totals = Totals(
-        prompts=int((weight_PK.sum(dim=1) > 0).sum()),
-        responses=int(weight_PK.sum()),
-        tokens=int(batch.kept_N.sum()),
-    )
+    batch, prompts = replace(batch, weight_PK=weight_PK), int((weight_PK.sum(dim=1) > 0).sum())
+    totals = Totals(prompts=prompts, responses=int(weight_PK.sum()), tokens=int(batch.kept_N.sum()))
     return replace(batch, totals=totals)
 
 
@@ -65,10 +60,7 @@ def shape_target(batch: Batch, config: Config, step: int, progress: float, *, be
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of one micro-batch.
-
-    Budget(max_tokens=16384) or Budget(max_tokens=16384, max_responses=4, share_prompts=False)
-    """
+    """Limits of one micro-batch: Budget(max_tokens=16384, max_responses=4, share_prompts=False)"""
 
     max_tokens: int
     max_responses: int | None = None
@@ -80,10 +72,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Some responses of a batch, packed.
-
-    MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])
-    """
+    """Some responses of a batch, packed: MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])"""
 
     responses: Tensor
     """int64, those of a prompt together and in order."""
@@ -237,7 +226,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
     std_P = (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
     return {
-        **_means(batch, log_pi_N, kept_PK),
+        **response_means(batch, log_pi_N, kept_PK),
         **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
         "reward_std": float(std_P.mean()),
         "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
@@ -247,13 +236,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     }
 
 
-def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-    """Metrics of all sampled responses, for the collapse guard: where equal-reward groups or cut-off responses lose their
-    weight, those that count look well until none is left."""
-    return _means(batch, log_pi_N, batch.sampled_PK)
-
-
-def _means(batch: Batch, log_pi_N: Tensor, kept_PK: Tensor) -> dict[str, float]:
+def response_means(batch: Batch, log_pi_N: Tensor, kept_PK: Tensor) -> dict[str, float]:
     log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
     return {
         "reward": float(batch.reward_PK[kept_PK].mean()),

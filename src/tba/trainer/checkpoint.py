@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,6 @@ class Checkpoints:
     """Step of the best evaluation in the newest regular checkpoint: a run resumed there needs its weights."""
     _evaluated: set[int] = field(default_factory=set, init=False)
     """Steps whose weights were saved for an evaluation that has not come yet."""
-    _writer: ThreadPoolExecutor = field(init=False)
     _pending: list[Future[None]] = field(default_factory=list, init=False)
     _last_whole: Future[None] | None = field(default=None, init=False)
     """The newest write of a whole state: the copies of two would need twice the memory."""
@@ -106,9 +105,22 @@ class Checkpoints:
             self._write(step)
             self._saved, self._saved_best = step, None if self.best is None else self.best[0]
         # As they are now: the trainer goes on changing its sets while the writer works.
-        stay = frozenset({self.pinned, *self.held})
-        drop = partial(self._drop_old, stay, frozenset(self.extra), self._saved_best)
-        self._later("checkpoints to drop in", self.folder.checkpoints, drop)
+        stay, extra, best = {self.pinned, *self.held}, set(self.extra), self._saved_best
+
+        def drop_old() -> None:
+            """After the new checkpoint is there: a kill in between leaves one too many."""
+            by_step = self.folder.checkpoints_by_step()
+            regular = sorted(by_step.keys() - extra)
+            for old in regular[: -self.keep]:
+                if old not in stay:
+                    drop_folder(by_step[old])
+            # One that could not be written is no longer missed when it would be dropped now.
+            for path in [path for path in self.failures.lost if path.parent == self.folder.checkpoints]:
+                if sum(step > int(path.name.removeprefix("step-")) for step in regular) >= self.keep:
+                    self.failures.lost.pop(path)
+            self._drop_outdone(best)
+
+        self._later("checkpoints to drop in", self.folder.checkpoints, drop_old)
 
     def save_held(self, step: int) -> None:
         """Write the checkpoint of a step that is held, unless it has just been saved."""
@@ -141,10 +153,19 @@ class Checkpoints:
         passed = {found for found in self._evaluated if found <= asked}
         self._evaluated -= passed
         if self.best is None or score >= self.best[1]:
-            self.best = (asked, score)
+            self.best, saved_best = (asked, score), self._saved_best
             if asked in passed:
                 passed.remove(asked)
-                rename = partial(self._rename_best, asked, self._saved_best)
+
+                def rename() -> None:
+                    source = self.folder.checkpoints / f"evaluated-step-{asked}"
+                    if source.exists():  # or it could not be written, which was reported, or the user has deleted it
+                        # The best that the newest regular checkpoint names stays beside it.
+                        for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
+                            if outdone != saved_best:
+                                drop_folder(path)
+                        replace_folder(source, self.folder.checkpoints / f"best-step-{asked}")
+
                 self._later("best checkpoint", self.folder.checkpoints, rename)
         for found in sorted(passed):
             self._drop_later(f"evaluated-step-{found}")
@@ -181,10 +202,6 @@ class Checkpoints:
             drop_folder(path)
         self.drop_unjudged()
 
-    def has_later(self, step: int) -> bool:
-        """Whether there are checkpoints of later steps that a run could go on from."""
-        return any(later > step for later, _ in self.folder.resumable())
-
     def by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
         self.wait()
@@ -194,7 +211,6 @@ class Checkpoints:
         """Continue from a checkpoint of this run: weights, optimizer, heads and every part. What came after it is still
         there (drop_after)."""
         self.wait()  # a run that goes back may still be writing one
-        found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
         # The master weights are in this file, and the model's follow from them: model.safetensors is for readers.
         self.optimizer.load_state(load_file(path / OPTIMIZER))
         for head in self.heads:
@@ -210,7 +226,8 @@ class Checkpoints:
                 f"checkpoint {path} was saved by another version of tba: its state has no {error}. Go on with that version, "
                 f"or start a new run from its weights, model.path={path}."
             ) from error
-        self._saved = None if found["step"] in self.extra else found["step"]
+        step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
+        self._saved = None if step in self.extra else step
         self._saved_best = None if self.best is None else self.best[0]
 
     def wait(self) -> None:
@@ -234,10 +251,7 @@ class Checkpoints:
         self._await(self._last_whole)
         states = {name: part.state() for name, part in self.parts.items()}
         tree, arrays = take_snapshot({"parts": states, **{name: getattr(self, name) for name in OWN}})
-        tensors: dict[str, Mapping[str, Any]] = {
-            OPTIMIZER: _copied(self.optimizer.state()),
-            ARRAYS: arrays,
-        }
+        tensors: dict[str, Mapping[str, Any]] = {OPTIMIZER: _copied(self.optimizer.state()), ARRAYS: arrays}
         tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
         texts = {STATE: tree, TRAINER: {"step": step, "seed": self.seed}}
         kind = "checkpoint of the collapse guard, now" if step in self.extra else "checkpoint"
@@ -256,11 +270,27 @@ class Checkpoints:
         if self.gather_weights is not None:
             weights = self.gather_weights()
         else:
-            whole = self.model.state_dict()
-            adapted = has_lora(self.model)
+            whole, adapted = self.model.state_dict(), has_lora(self.model)
             weights = _copied({name: part for name, part in whole.items() if not adapted or ".lora_" in name})
-        files, path = self._tokenizer_files, self.folder.checkpoints / name
-        write = partial(self._write_folder, path, weights=weights, files=files, tensors=tensors, values=values)
+        path, tokenizer_files = self.folder.checkpoints / name, self._tokenizer_files
+
+        def write() -> None:
+            """The folder appears whole or not at all."""
+            partial_path = path.with_name(f".{path.name}.partial")
+            # A process that was killed may have left a part of the same step.
+            shutil.rmtree(partial_path, ignore_errors=True)
+            self.model.save_pretrained(partial_path, state_dict=weights)
+            for file, content in tokenizer_files.items():
+                (partial_path / file).write_bytes(content)
+            for file, named in tensors.items():
+                # Those of ARRAYS are NumPy's (state.py), all others are tensors.
+                (save_arrays if file == ARRAYS else save_file)(dict(named), partial_path / file)
+            for file, value in values.items():
+                (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
+            # First the manifest, then the rename: a kill in between leaves a folder that does not count.
+            write_manifest(partial_path)
+            replace_folder(partial_path, path)
+
         return self._later(kind, path, write, must_not_be_lost=lost)
 
     @cached_property
@@ -285,7 +315,7 @@ class Checkpoints:
 
     def _drop_later(self, name: str) -> None:
         path = self.folder.checkpoints / name
-        self._later("checkpoint to drop,", path, partial(drop_folder, path))
+        self._later("checkpoint to drop,", path, lambda: drop_folder(path))
 
     def _await(self, write: Future[None] | None) -> None:
         """Wait until one of them is on disk; raises what went wrong there, once."""
@@ -293,61 +323,12 @@ class Checkpoints:
             self._pending.remove(write)
             write.result()
 
-    # What the writer's thread does
-
-    def _write_folder(
-        self,
-        path: Path,
-        *,
-        weights: dict[str, Tensor],
-        files: Mapping[str, bytes],
-        tensors: Mapping[str, Mapping[str, Any]],
-        values: Mapping[str, Any],
-    ) -> None:
-        """The folder appears whole or not at all."""
-        partial_path = path.with_name(f".{path.name}.partial")
-        # A process that was killed may have left a part of the same step.
-        shutil.rmtree(partial_path, ignore_errors=True)
-        self.model.save_pretrained(partial_path, state_dict=weights)
-        for file, content in files.items():
-            (partial_path / file).write_bytes(content)
-        for file, named in tensors.items():
-            # Those of ARRAYS are NumPy's (state.py), all others are tensors.
-            (save_arrays if file == ARRAYS else save_file)(dict(named), partial_path / file)
-        for file, value in values.items():
-            (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
-        # First the manifest, then the rename: a kill in between leaves a folder that does not count.
-        write_manifest(partial_path)
-        replace_folder(partial_path, path)
-
-    def _drop_old(self, stay: frozenset[int | None], extra: frozenset[int], best: int | None) -> None:
-        """After the new checkpoint is there: a kill in between leaves one too many."""
-        by_step = self.folder.checkpoints_by_step()
-        regular = sorted(by_step.keys() - extra)
-        for old in regular[: -self.keep]:
-            if old not in stay:
-                drop_folder(by_step[old])
-        # One that could not be written is no longer missed when it would be dropped now.
-        for path in [path for path in self.failures.lost if path.parent == self.folder.checkpoints]:
-            if sum(step > int(path.name.removeprefix("step-")) for step in regular) >= self.keep:
-                self.failures.lost.pop(path)
-        self._drop_outdone(best)
-
-    def _rename_best(self, step: int, saved_best: int | None) -> None:
-        """The best checkpoint that the newest regular one names stays beside it."""
-        source = self.folder.checkpoints / f"evaluated-step-{step}"
-        if not source.exists():  # it could not be written, which was reported, or the user has deleted it
-            return
-        for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
-            if outdone != saved_best:
-                drop_folder(path)
-        replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
-
     def _drop_outdone(self, best: int | None) -> None:
         bests = self.folder.checkpoints_by_step("best-step-")
         # Only once the best itself is there: it may have failed to be written.
-        for outdone in [found for found in bests if best in bests and found != best]:
-            drop_folder(bests[outdone])
+        for outdone in bests if best in bests else ():
+            if outdone != best:
+                drop_folder(bests[outdone])
 
 
 def read_state(path: Path) -> Any:

@@ -6,37 +6,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tba.config import Config
-from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import wait_until
 from tba.runtime.counters import RoleCounters
 from tba.runtime.deadlines import Waiting
-from tba.types import ResponseCounts
+
+if TYPE_CHECKING:
+    from tba.trainer.loop import Trainer
 
 
 class Interrupted(Exception):
     """Training was asked to end while it waited."""
-
-
-class Feed(Protocol):
-    """The part of a trainer that the gate uses."""
-
-    replay: ReplayBuffer
-    counts: ResponseCounts
-    lost: set[str]
-    """Ids of prompts whose last rollout brought no response: maybe none ever does."""
-    receive_seconds: float
-    """Time that `receive` took so far."""
-
-    def receive(self) -> None:
-        """Take in the groups that have arrived."""
-        ...
-
-    def expire(self) -> None:
-        """Remove the responses that are too old to train on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,13 +35,28 @@ class Gate:
     heartbeats: Callable[[], Mapping[str, float]] = dict
     """For each searcher a number that changes while it lives."""
 
-    def wait(self, feed: Feed) -> float:
+    def wait(self, trainer: Trainer) -> float:
         """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
-        started, received = time.perf_counter(), feed.receive_seconds
-        first = feed.counts.trained == 0
+        started, received = time.perf_counter(), trainer.receive_seconds
+        is_first = trainer.counts.trained == 0
+
+        def is_ready() -> bool:
+            # Receiving is also the trainer's heartbeat: the supervisor kills a trainer that does not look for groups
+            # (run/supervise.py).
+            trainer.receive()
+            # Before the look at the buffer: responses that are too old must not fill a batch.
+            trainer.expire()
+            # After `receive`: groups that have arrived are taken in, whatever ends the wait.
+            if self.asked_to_stop():
+                raise Interrupted
+            # For the display and `tba status`: how far a batch is filled.
+            self.row["batch_prompts"] = min(trainer.replay.num_prompts, self._wanted_prompts)
+            self.row["prompts_wanted"] = self._wanted_prompts
+            return self.is_open(trainer)
+
         waited = wait_until(
-            lambda: self._ready(feed),
-            name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
+            is_ready,
+            name="replay_ratio" if self._full_batch(trainer) and not is_first else "first_fill",
             row=self.row,
             deadline_seconds=self.config.runtime.wait_seconds,
             waiting=Waiting(
@@ -68,59 +65,40 @@ class Gate:
                 setting="runtime.wait_seconds",
                 heartbeats=self.heartbeats,
             ),
-            explain=lambda: self._explain(feed),
+            explain=lambda: self._explain(trainer),
             progress=self.progress,
         )
         # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
-        return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0
-
-    def _ready(self, feed: Feed) -> bool:
-        # Receiving is also the trainer's heartbeat: the supervisor kills a trainer that does not look for groups
-        # (run/supervise.py).
-        feed.receive()
-        # Before the look at the buffer: responses that are too old must not fill a batch.
-        feed.expire()
-        # After `receive`: groups that have arrived are taken in, whatever ends the wait.
-        if self.asked_to_stop():
-            raise Interrupted
-        # For the display and `tba status`: how far a batch is filled.
-        self.row["batch_prompts"] = min(feed.replay.num_prompts, self._wanted_prompts)
-        self.row["prompts_wanted"] = self._wanted_prompts
-        return self.is_open(feed)
+        return time.perf_counter() - started - (trainer.receive_seconds - received) if waited else 0.0
 
     @property
     def _wanted_prompts(self) -> int:
         return min(self.config.train.prompts_per_step, self.num_train_prompts)
 
-    def is_open(self, feed: Feed) -> bool:
+    def is_open(self, trainer: Trainer) -> bool:
         """Whether there is enough to train on."""
-        return self._within_ratio(feed) and self._full_batch(feed)
+        return self._within_ratio(trainer) and self._full_batch(trainer)
 
-    def _within_ratio(self, feed: Feed) -> bool:
-        train = self.config.train
+    def _within_ratio(self, trainer: Trainer) -> bool:
+        train, reuse = self.config.train, self.config.replay.max_replay_ratio
+        assert reuse is not None, "filled in by tba.run.resolve"
         # All updates of the next batch count at once: they follow without another look.
-        wanted = feed.counts.trained + train.responses_per_step * train.updates_per_batch
-        return wanted <= self._reuse * feed.counts.generated
+        wanted = trainer.counts.trained + train.responses_per_step * train.updates_per_batch
+        return wanted <= reuse * trainer.counts.generated
 
-    def _full_batch(self, feed: Feed) -> bool:
-        return feed.replay.can_fill(
-            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=feed.lost
+    def _full_batch(self, trainer: Trainer) -> bool:
+        return trainer.replay.can_fill(
+            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=trainer.lost
         )
 
-    @property
-    def _reuse(self) -> float:
-        reuse = self.config.replay.max_replay_ratio
-        assert reuse is not None, "filled in by tba.run.resolve"
-        return reuse
-
-    def _explain(self, feed: Feed) -> str:
+    def _explain(self, trainer: Trainer) -> str:
         lacking = []
-        if not self._full_batch(feed):
-            lacking.append(f"{self._wanted_prompts} prompts and has {feed.replay.num_prompts}")
-        if not self._within_ratio(feed):
+        if not self._full_batch(trainer):
+            lacking.append(f"{self._wanted_prompts} prompts and has {trainer.replay.num_prompts}")
+        if not self._within_ratio(trainer):
             lacking.append(
-                f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "
-                f"(replay.max_replay_ratio={self._reuse:g})"
+                f"new responses, having trained {trainer.counts.trained} of {trainer.counts.generated} generated "
+                f"(replay.max_replay_ratio={self.config.replay.max_replay_ratio:g})"
             )
         # Rewards of a user's may be the reason.
         names = ", ".join(repr(reward.label) for reward in self.config.task.rewards)

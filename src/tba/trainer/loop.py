@@ -27,7 +27,7 @@ from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.columns import columns_of
 from tba.runtime.prompt_queue import PromptQueue
-from tba.trainer.batch import batch_metrics, combine, target_metrics, watched_metrics
+from tba.trainer.batch import batch_metrics, combine, response_means, target_metrics
 from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
 from tba.trainer.gate import Gate
 from tba.trainer.health import MOST_ROLLBACKS, Collapsed, Health
@@ -119,9 +119,7 @@ class Trainer:
         result = self.updates.first(batch, step=self.step_index, progress=progress)
         # The batch stays on the host, where its metrics are computed.
         log_pi_N = result.outputs.log_pi_N.cpu()
-        measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
-        measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
-        measured |= self.schedules()
+        measured = self._measured(batch, result, log_pi_N)
         self.beta.follow(measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -144,8 +142,10 @@ class Trainer:
         }
         self.spare.step_seconds = times["step"]
         self.receive_seconds = 0.0
-        watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
-        self.record(batch, measured, watched, times)
+        # For the guard, of all sampled responses: where equal-reward groups or cut-off responses lose their weight, those
+        # that count look well until none is left.
+        watched = {**response_means(batch, log_pi_N, batch.sampled_PK), "entropy": result.entropy}
+        self._record(batch, measured, watched, times)
         # Only now is the step whole: after an error further up, no checkpoint is made of the weights
         # (weights_are_consistent).
         self.train_step.moved = False
@@ -162,35 +162,26 @@ class Trainer:
         """The second update on an earlier batch, if it is due; returns the seconds it took."""
         started = time.perf_counter()
         trained = self.updates.second(step=self.step_index, progress=self.progress)
-        if not trained:
-            return 0.0
         self.counts.again += trained
-        return time.perf_counter() - started
+        return time.perf_counter() - started if trained else 0.0
 
-    def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-        """Searchers against this trainer at one version, in steps where that was measured."""
-        # A batch of an asynchronous run may hold responses that a trainer before a resume called this version.
-        found = None
-        if self.probe is not None:
-            found = self.probe.take(self.step_index)
-        elif self.config.is_synchronous:
-            found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
-        return {} if found is None else {"off_policy/mismatch_kl": found}
-
-    def schedules(self) -> dict[str, float]:
-        """Values of the schedules for the step that is made now."""
+    def _measured(self, batch: Batch, result: StepResult, log_pi_N: Tensor) -> dict[str, float]:
+        """Metrics of the update just made, which has seen `log_pi_N` before it, and the schedules' values for it."""
         step, progress = self.step_index, self.progress
-        return {
-            "beta": self.beta.at(step, progress) * self.updates.reward_unit,
-            "target_temperature": self.config.target_temperature_at(step, progress),
-        }
-
-    def measure_target(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-        """How far the policy is on its way to beta's target; nothing of a target that is shaped otherwise."""
-        step, has_target = self.step_index, self.train_step.objective.needs.target
-        if not has_target or not self.config.has_plain_target_at(step, self.progress):
-            return {}
-        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress) * self.updates.reward_unit)
+        beta = self.beta.at(step, progress) * self.updates.reward_unit
+        found = {**result.metrics, **batch_metrics(batch, log_pi_N, step=step)}
+        # Searchers against this trainer at one version. Not by the batch of an asynchronous run: it may hold responses that
+        # a trainer before a resume called this version.
+        mismatch = None
+        if self.probe is not None:
+            mismatch = self.probe.take(step)
+        elif self.config.is_synchronous:
+            mismatch = mismatch_of_batch(batch, log_pi_N, step=step)
+        if mismatch is not None:
+            found["off_policy/mismatch_kl"] = mismatch
+        if self.train_step.objective.needs.target and self.config.has_plain_target_at(step, progress):
+            found |= target_metrics(batch, log_pi_N, beta=beta)
+        return {**found, "beta": beta, "target_temperature": self.config.target_temperature_at(step, progress)}
 
     @property
     def needs_batch(self) -> bool:
@@ -231,7 +222,7 @@ class Trainer:
             if self.probe is not None:
                 self.probe.look(group, step=self.step_index)
             if self.add(group):
-                self.count(group)
+                self._count(group)
         # Senders keep a group until it is acknowledged: with a durable replay, until it is on disk and not in the
         # buffer alone.
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
@@ -239,12 +230,12 @@ class Trainer:
 
     def add(self, group: TrajectoryGroup) -> bool:
         """Store a group; False where it came before."""
-        new = self.add_to_buffer(group)  # first: what it refuses as wrong is not written either
+        new = self._add_to_buffer(group)  # first: what it refuses as wrong is not written either
         if self.durable is not None:
             self.durable.append(group, step=self.step_index)
         return new
 
-    def add_to_buffer(self, group: TrajectoryGroup) -> bool:
+    def _add_to_buffer(self, group: TrajectoryGroup) -> bool:
         """Add a group that arrives, or is stored on disk already; False where it came before."""
         new = not self.replay.has_received(group.id)
         if new:
@@ -253,7 +244,7 @@ class Trainer:
             self.replay.add(admitted, step=self.step_index)
         return new
 
-    def count(self, group: TrajectoryGroup) -> None:
+    def _count(self, group: TrajectoryGroup) -> None:
         """Close the rollout of this group in the prompt queue."""
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
@@ -270,8 +261,11 @@ class Trainer:
             self.durable.close()
 
     def sample(self) -> Batch:
-        train = self.config.train
-        batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
+        train, prompts = self.config.train, self.config.train.prompts_per_step
+        if self.config.is_synchronous and self.config.replay.on_policy_probability == 1.0:
+            # Without replay no more than came this step: older groups must not fill up for those lost to failing rewards.
+            prompts = min(prompts, self.received)
+        batch = self.replay.sample(prompts, train.samples_per_prompt, step=self.step_index)
         self.received = 0
         return combine(batch, train, reward_weights=self.reward_weights)
 
@@ -279,12 +273,6 @@ class Trainer:
         """Responses that are too old to train on leave the buffer (replay.max_lag)."""
         if self.config.expires and self.config.replay.max_lag is not None:
             self.replay.expire(self.step_index - self.config.replay.max_lag)
-
-    def _prompts_to_sample(self) -> int:
-        """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those
-        lost to failing rewards."""
-        wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
-        return min(wanted, self.received) if self.config.is_synchronous and only_fresh else wanted
 
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
@@ -295,7 +283,7 @@ class Trainer:
         # Not after the last step: nothing would be trained against the new reference.
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if reset:
-            self.beta.start_over()
+            self.beta.kl = 0.0  # the reference is the policy itself from now on
             self.updates.forget()
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
@@ -347,15 +335,26 @@ class Trainer:
         checkpoints could have been gone on from, their steps are given up with what was generated for them."""
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)
-        gives_up = self.config.is_synchronous or self.checkpoints.has_later(self.step_index)
-        if gives_up:
-            self.forget_rows()
-        self.leave_behind()
+        later = any(step > self.step_index for step, _ in self.checkpoints.folder.resumable())
+        gives_up = self.config.is_synchronous or later
+        self._leave_behind(forget_rows=gives_up)
         if not gives_up and self.durable is not None and self.last_row is not None:
-            self.take_in_stored(self.durable, after=self.last_row)
+            # In the order of their arrival, as if they arrived now.
+            taken = sum(self._take_in(stored.group) for stored in self.durable.load(after=self.last_row))
+            if taken:
+                logger.info(
+                    "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
+                )
             # The checkpoint may hold groups whose rows were never committed: their numbers must not be given to new
             # groups.
             self.durable.go_on_after(self.last_row)
+
+    def _take_in(self, group: TrajectoryGroup) -> bool:
+        """Add a group of the durable replay; False where it came before."""
+        new = self._add_to_buffer(group)
+        if new and group.rollout >= 0:  # imported ones were not counted the first time either
+            self._count(group)
+        return new
 
     def roll_back(self, health: Health) -> None:
         """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
@@ -374,8 +373,7 @@ class Trainer:
         # Read before the load, which sets the recorder back to what it knew at the checkpoint.
         rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
         self.checkpoints.load(path)
-        self.forget_rows()
-        self.leave_behind()
+        self._leave_behind(forget_rows=True)
         # The factor is absolute: the loaded state may be from before an earlier rollback and have another scale.
         to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
         self.rate.scale_down(factor)
@@ -392,43 +390,21 @@ class Trainer:
             *(alarm.step, alarm.message, path, factor, len(recorder.rollbacks), MOST_ROLLBACKS),
         )
 
-    def forget_rows(self) -> None:
-        """Remove the groups of the durable replay that came after the checkpoint."""
-        if self.durable is not None and self.last_row is not None:
+    def _leave_behind(self, *, forget_rows: bool) -> None:
+        """Drop the stored groups that came after the checkpoint if they are given up, later checkpoints, then the lines of
+        their steps: a process that is killed in between leaves a run that can go on from what is left. An evaluation that
+        came after the checkpoint was saved may be the best one."""
+        if forget_rows and self.durable is not None and self.last_row is not None:
             self.durable.return_to(self.last_row, self.replay.marks)
-
-    def leave_behind(self) -> None:
-        """Drop later checkpoints, then the lines of their steps: a process that is killed in between leaves a run that can
-        go on from what is left. An evaluation that came after the checkpoint was saved may be the best one."""
         self.checkpoints.drop_after(self.step_index)
         self.recorder.cut_files()
         self.checkpoints.recall_best({step: self.score(metrics) for step, metrics in self.recorder.late})
         self.recorder.best = self.checkpoints.best
 
-    def take_in_stored(self, durable: GroupStore, *, after: int) -> None:
-        """Add the groups of the durable replay after this row, in the order of their arrival, as if they arrived now."""
-        taken = 0
-        for stored in durable.load(after=after):
-            if self.add_to_buffer(stored.group):
-                taken += 1
-                if stored.group.rollout >= 0:  # imported ones were not counted the first time either
-                    self.count(stored.group)
-        if taken:
-            logger.info(
-                "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
-            )
-
     def _parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful | None] = {
-            "replay": self.replay,
-            "rollouts": self.prompt_queue,
-            "learning_rate": self.rate,
-            "beta": self.beta,
-            "updates": self.updates,
-            "references": self.references,
-            "health": self.health,
-            "recorder": self.recorder,
-        }
+        parts: dict[str, Stateful | None] = {"replay": self.replay, "rollouts": self.prompt_queue}
+        parts |= {"learning_rate": self.rate, "beta": self.beta, "updates": self.updates}
+        parts |= {"references": self.references, "health": self.health, "recorder": self.recorder}
         return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -455,12 +431,8 @@ class Trainer:
         logger.warning("an evaluation has no %s, by which the best is kept: it is not the best.", name)
         return -math.inf
 
-    def record(
-        self,
-        batch: Batch,
-        measured: Mapping[str, float],
-        watched: Mapping[str, float],
-        times: Mapping[str, float],
+    def _record(
+        self, batch: Batch, measured: Mapping[str, float], watched: Mapping[str, float], times: Mapping[str, float]
     ) -> None:
         """Record the step just done. `watched` is for the guard."""
         if self.fresh_rewards:

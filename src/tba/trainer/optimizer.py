@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,19 +51,20 @@ class MasterAdamW:
         self.parameters = policy + own
         self._parts = [local_part(parameter) for parameter in self.parameters]
         """Part of each parameter that is on this rank, in the parameter's own memory."""
-        self.masters = [_master_of(parameter, part) for parameter, part in zip(self.parameters, self._parts)]
+        self.masters: list[nn.Parameter] = []
+        for parameter, part in zip(self.parameters, self._parts):
+            # An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory.
+            if part is not parameter or parameter.dtype != torch.float32:
+                own_part = part if part.dtype == torch.float32 else part.detach().float().clone()
+                parameter = nn.Parameter(own_part)
+            self.masters.append(parameter)
         self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
-        self._heads_rate = heads_rate
-        self._ranks = ranks
-        self.max_grad_norm = config.max_grad_norm
+        self._heads_rate, self._ranks, self.max_grad_norm = heads_rate, ranks, config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
         settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
-        self.adam: torch.optim.AdamW
-        if config.offload_optimizer:
-            self.adam = OffloadedAdamW(groups, **settings)
-        else:
-            self.adam = torch.optim.AdamW(groups, fused=True, **settings)
+        kind = OffloadedAdamW if config.offload_optimizer else partial(torch.optim.AdamW, fused=True)
+        self.adam: torch.optim.AdamW = kind(groups, **settings)
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
@@ -97,10 +99,10 @@ class MasterAdamW:
 
     def _clip(self, masters: list[nn.Parameter], *, spread: bool) -> Tensor:
         """`spread`: each rank has other gradients, all of which make up one norm."""
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        gradients = [master.grad for master in masters if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if spread:
             norm = self._ranks.sum_(norm.square()).sqrt()
-        gradients = [master.grad for master in masters if master.grad is not None]
         if self.max_grad_norm is not None and gradients:
             # Not clip_grads_with_norm_, which makes all gradients NaN where one is: to ask first is to wait for the device.
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
@@ -135,24 +137,21 @@ class MasterAdamW:
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
         """Make the last update of the policy `factor` times as long."""
-        for master in self._policy:
-            if master in self.adam.state:
-                master.add_(self._last_update(master), alpha=factor - 1.0)
-        self._round()
-        # `_last_update` reads the rate: a further stretch is of the update as long as it is now.
-        self.adam.param_groups[0]["lr"] *= factor
-
-    def _last_update(self, master: nn.Parameter) -> Tensor:
-        """Change of a policy weight by the last step."""
-        group = self.adam.param_groups[0]
         self._synchronize()
-        state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
-        (beta1, beta2), steps = group["betas"], float(state["step"])
-        # AdamW's formula, from the moments after the step. Weight decay is that of the weight now: a difference of
-        # second order.
-        mean = state["exp_avg"] / (1.0 - beta1**steps)
-        spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
-        return -group["lr"] * (mean / spread + group["weight_decay"] * master)
+        group = self.adam.param_groups[0]
+        for master in self._policy:
+            if master not in self.adam.state:
+                continue
+            state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
+            (beta1, beta2), steps = group["betas"], float(state["step"])
+            # AdamW's formula, from the moments after the step. Weight decay is that of the weight now: a difference of
+            # second order.
+            mean = state["exp_avg"] / (1.0 - beta1**steps)
+            spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
+            last_update = -group["lr"] * (mean / spread + group["weight_decay"] * master)
+            master.add_(last_update, alpha=factor - 1.0)
+        self._round()
+        group["lr"] *= factor  # a further stretch is of the update as long as it is now
 
     def drop_gradients(self) -> None:
         self.adam.zero_grad(set_to_none=True)
@@ -213,13 +212,6 @@ def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
         torch._foreach_add_([master.grad for master in masters], list(gradients))
 
 
-def _master_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory."""
-    if part is parameter and parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(part if part.dtype == torch.float32 else part.detach().float().clone())
-
-
 class OffloadedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(..., fused=True)` with exp_avg and exp_avg_sq on the host. Parameters are contiguous and all on one
     device; on a CPU nothing travels."""
@@ -257,21 +249,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             # Moments first: only when asked for more after the last piece does the bus take that one back.
             for (mean, square), (weights, gradient, _, _, count) in zip(here, pieces):
                 adamw(
-                    [weights],
-                    [gradient],
-                    [mean],
-                    [square],
-                    [],
-                    [count.clone()],  # the kernel adds one to it, and a parameter may have several pieces
-                    fused=True,
-                    amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                    # The kernel adds one to the count, and a parameter may have several pieces.
+                    [weights], [gradient], [mean], [square], [], [count.clone()], fused=True, amsgrad=False, maximize=False,
+                    beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                )  # fmt: skip
             for parameter in moving:
                 self.state[parameter]["step"] += 1
 

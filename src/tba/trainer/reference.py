@@ -47,10 +47,6 @@ class Beta:
         if math.isfinite(kl):
             self.kl += (kl - self.kl) / KL_STEPS
 
-    def start_over(self) -> None:
-        """The reference is the policy itself from now on."""
-        self.kl = 0.0
-
     def state(self) -> dict[str, Any]:
         return {"kl": self.kl}
 
@@ -70,7 +66,7 @@ class ReferenceResets:
     temperature: float
     scorer: Scorer | None = None
     """Recomputes log_ref; None = what an earlier reference scored is dropped."""
-    on_reset: Callable[[], None] | None = None
+    on_reset: Callable[[], None] = lambda: None
     """Called at a reset: what was learned about the old target starts anew."""
     start: Weights | None = None
     """The start model on the CPU, where a run may go back to before the first reset (observe.on_collapse=rollback)."""
@@ -93,8 +89,7 @@ class ReferenceResets:
             # All of the buffer is scored here, in the trainer's thread, before the next step.
             self.scorer.load(weights)
             self.replay.recompute_reference(self.version, self._score)
-        if self.on_reset is not None:
-            self.on_reset()
+        self.on_reset()
         return True
 
     def state(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
 FOREVER = timedelta(days=3650)
-"""Time that a rank waits for a command: the trainer may wait for responses as long as it likes."""
+"""Time a rank waits for a command: the trainer may wait for responses as long as it likes."""
 
 
 class RankLost(RuntimeError):
@@ -152,7 +152,7 @@ class ShardedTrainStep(TrainStep):
         return self._lead("move", learning_rate=learning_rate, nats=nats, of=of, measure=measure)
 
     def restart_log_z(self) -> None:
-        self._lead("restart")
+        self._lead("restart_log_z")
 
     def weights(self, version: int) -> Weights:
         """Tensors that are gathered, in the host memory of rank 0, when they are looked at."""
@@ -180,10 +180,6 @@ class ShardedTrainStep(TrainStep):
     def whole_weights(self) -> dict[str, Tensor]:
         """Tensors of the model for a checkpoint, in host memory; tied tensors are one."""
         return self._lead("model_state")
-
-    def parameter(self, name: str) -> Tensor:
-        """A whole parameter, in host memory."""
-        return self._lead("parameter", name=name)
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
@@ -217,11 +213,7 @@ class ShardedTrainStep(TrainStep):
                 log_z.start.fill_(log_z_start)
         return super().gradients(batch, beta=beta)
 
-    def _move(self, **values: Any) -> dict[str, float]:
-        return super().move(**values)
-
-    def _restart(self) -> None:
-        super().restart_log_z()
+    _move, _restart_log_z = TrainStep.move, TrainStep.restart_log_z
 
     @torch.no_grad()
     def _canary(self) -> np.ndarray:
@@ -249,12 +241,11 @@ class ShardedTrainStep(TrainStep):
         return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in self.optimizer.state().items():
-            # The number of steps is the same everywhere; heads are whole on every rank.
-            like = tensor if tensor.ndim == 0 else self._parameter_of(name)
-            found[name] = self._kept(whole_tensor(tensor, like))
-        return found
+        # The number of steps is the same everywhere; heads are whole on every rank.
+        return {
+            name: self._kept(whole_tensor(tensor, tensor if tensor.ndim == 0 else self._parameter_of(name)))
+            for name, tensor in self.optimizer.state().items()
+        }
 
     def _parameter_of(self, name: str) -> Tensor:
         """The parameter that `adam.3.exp_avg` belongs to."""
@@ -285,7 +276,8 @@ class GatheredTensors(Mapping[str, Tensor]):
         self._names = [name for name, found in step.policy.model.named_parameters() if found.requires_grad]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._step.parameter(name)
+        """The whole parameter, in host memory."""
+        return self._step._lead("parameter", name=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

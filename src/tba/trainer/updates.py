@@ -31,9 +31,8 @@ RECENT, LATE = 8, 0.1
 
 @dataclass
 class SpareTime:
-    """Whether an asynchronous trainer has time for second updates. It has if one of the last batches was late, so that the
-    trainer waited or would have waited. A trainer whose batches are all there in time is the bottleneck: a second update
-    would cost it a new batch."""
+    """Whether an asynchronous trainer has time for second updates: one of the last batches was late. A trainer whose batches
+    are all there in time is the bottleneck, and a second update would cost it a new batch."""
 
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     step_seconds: float = 0.0
@@ -74,7 +73,11 @@ class Updates:
 
     def first(self, batch: Batch, *, step: int, progress: float) -> StepResult:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
-        self._see_rewards(batch)
+        if self.config.objective.reward_unit == "spread":
+            # The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ. Rewards of 0
+            # and 1 in equal parts have a spread of .5, and so a unit of 1.
+            self._spread = max(self._spread, reward_spread(batch))
+            self.reward_unit = 2.0 * self._spread or 1.0
         with self._naming(batch, f"step {step}", step):
             # No weight has moved yet: the first update of `auto` is scaled by responses that it does not train on.
             begins = self.rate.is_auto and self.rate.squares == 0.0
@@ -120,13 +123,6 @@ class Updates:
         self.trained_once.extend(state["trained_once"])
         self.reward_unit, self._spread = state["reward_unit"], state["spread"]
 
-    def _see_rewards(self, batch: Batch) -> None:
-        """The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ."""
-        if self.config.objective.reward_unit == "spread":
-            self._spread = max(self._spread, reward_spread(batch))
-            # Rewards of 0 and 1 in equal parts have a spread of .5, and so a unit of 1.
-            self.reward_unit = 2.0 * self._spread or 1.0
-
     def _in_own_unit(self, batch: Batch) -> Batch:
         return replace(batch, reward_PK=batch.reward_PK / self.reward_unit)
 
@@ -140,9 +136,12 @@ class Updates:
     ) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
         weight makes none. `unseen` are the responses that the first update of `auto` is measured by."""
-        first = unseen is not None and math.isfinite(self.rate.entropy) and self._says_something(batch, progress)
+        # Groups of equal rewards have no first gradient where responses are compared with their group's mean, while the
+        # policy is still the reference: it is rounding noise, of which Adam would make a whole step.
+        compares = self.train_step.objective.needs.group and self.config.has_plain_target_at(0, progress)
+        first = unseen is not None and math.isfinite(self.rate.entropy) and (not compares or reward_spread(batch) > 0.0)
         if unseen is not None and not first:
-            rate = 0.0  # rounding noise is all that this gradient holds, and Adam would make a whole step of it
+            rate = 0.0
         measured = self.rate.is_auto and not lags and self.config.is_synchronous
         nats = self.rate.size if first else None
         found = self.train_step.move(rate, nats=nats, of=unseen or (), measure=measured)
@@ -153,13 +152,6 @@ class Updates:
         self.rate.moved(progress, new=found.pop("update_drift", None), own=found.pop("own_movement", None))
         return found
 
-    def _says_something(self, batch: Batch, progress: float) -> bool:
-        """Whether the first gradient is more than rounding noise. Groups of equal rewards have none where responses are
-        compared with their group's mean, while the policy is still the reference."""
-        objective = self.train_step.objective
-        compares = objective.needs.group and self.config.has_plain_target_at(0, progress)
-        return not compares or reward_spread(batch) > 0.0
-
     @contextmanager
     def _naming(self, batch: Batch, name: str, step: int) -> Iterator[None]:
         """Say which update was refused, and keep its batch."""
@@ -168,7 +160,11 @@ class Updates:
             yield
         except NonFiniteLoss as error:
             self.train_step.moved = before  # a step may have moved by its first update when its second is refused
-            path = save_batch(batch, self.folder / f"failed-batch-step-{step}.safetensors")
+            path = self.folder / f"failed-batch-step-{step}.safetensors"
+            names = (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
+            tensors = {name: getattr(batch, name).cpu().contiguous() for name in names}
+            tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
+            save_file(tensors, path)
             raise NonFiniteLoss(
                 f"{name} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
@@ -181,13 +177,3 @@ def with_old_values(batch: Batch, result: StepResult) -> Batch:
     if values_N is None or batch.old_values_N is not None:
         return batch
     return replace(batch, old_values_N=values_N.cpu())
-
-
-def save_batch(batch: Batch, path: Path) -> Path:
-    """A batch as safetensors, for looking at what went wrong."""
-    tensors = {
-        name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
-    }
-    tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
-    save_file(tensors, path)
-    return path
