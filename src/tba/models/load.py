@@ -110,13 +110,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
     base = path if adapter is None else resolve_path(base_of(adapter))
     with friendly_errors(config.path, "cannot be loaded"):
         check_has_config(Path(base))
-        _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
     # By the config alone, before tokenizer and weights: what cannot work is refused in a second.
     check_generates(config.path, shape)
-    _check_generation_config(config.path, Path(base))
     with_tokenizer = path if adapter is None or _has_tokenizer(adapter) else base  # PEFT saves an adapter without one
-    _check_has_tokenizer(config.path, Path(with_tokenizer))
+    _check_small_files(config.path, Path(base), Path(with_tokenizer))
     with friendly_errors(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(with_tokenizer, **options)
     with friendly_errors(config.path, "cannot be loaded with its weights"):
@@ -185,22 +183,18 @@ def _check_finite(model: PreTrainedModel) -> None:
         raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
 
 
-def _opened(file: Path) -> Any:
-    """A file of weights, whose header says how long it must be: a download that broke off is known by its name."""
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        size = file.stat().st_size
-        raise ValueError(
-            f"{file.name} ({size} bytes) is damaged or cut off ({error}): download or copy it again"
-        ) from None
-
-
 def _check_plain(folder: Path) -> None:
     """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be
     the imaginary parts of complex ones."""
     for file in sorted(folder.glob("*.safetensors")):
-        with _opened(file) as tensors:
+        try:  # the header says how long the file must be: a download that broke off is known by its name
+            opened = safe_open(file, "pt")
+        except SafetensorError as error:
+            size = file.stat().st_size
+            raise ValueError(
+                f"{file.name} ({size} bytes) is damaged or cut off ({error}): download or copy it again"
+            ) from None
+        with opened as tensors:
             weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
             kinds = {name: tensors.get_slice(name).get_dtype() for name in weights}
             if others := [name for name, kind in kinds.items() if kind not in PLAIN_DTYPES]:
@@ -252,14 +246,10 @@ def friendly_errors(path: str, what: str) -> Iterator[None]:
 
 def check_has_config(folder: Path) -> None:
     """Refuse a folder that is no model, and name one in there that is, such as a run's checkpoint, or a snapshot in a folder
-    of the hub's cache."""
+    of the hub's cache. Refuse a clone without git-lfs too, which has pointers in the place of large files."""
     if folder.is_dir() and not (folder / "config.json").is_file():
         inside = sorted(found.parent for place in ("*", "*/*") for found in folder.glob(f"{place}/config.json"))
         raise ValueError("the folder has no config.json" + (f", and {inside[0]} has one" if inside else ""))
-
-
-def _check_fetched(folder: Path) -> None:
-    """Refuse a clone without git-lfs, which has pointers in the place of large files."""
     for file in sorted(path for path in folder.glob("*") if path.is_file()):
         with file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -298,8 +288,14 @@ def check_generates(path: str, shape: Any) -> None:
             raise ValueError(f"model.path={path!r}: its config.json has {name}={size}, and at least 1 is needed.")
 
 
-def _check_generation_config(path: str, folder: Path) -> None:
-    """Refuse a generation_config.json that transformers would leave out in silence, with the stop tokens in it."""
+def _has_tokenizer(folder: Path) -> bool:
+    names = (*TOKENIZER_FILES, "*.tiktoken", "tekken.json", "tokenization_*.py")
+    return any(next(folder.glob(name), None) for name in names)
+
+
+def _check_small_files(path: str, folder: Path, tokenizer: Path) -> None:
+    """Refuse a generation_config.json that transformers would leave out in silence, with the stop tokens in it, and a folder
+    without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
     file = folder / "generation_config.json"
     try:
         if file.is_file() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
@@ -309,16 +305,7 @@ def _check_generation_config(path: str, folder: Path) -> None:
             f"model.path={path!r}: {file} cannot be read ({error}), and it may name the tokens that end a response. Copy it "
             "again, or delete it."
         ) from None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = (*TOKENIZER_FILES, "*.tiktoken", "tekken.json", "tokenization_*.py")
-    return any(next(folder.glob(name), None) for name in names)
-
-
-def _check_has_tokenizer(path: str, folder: Path) -> None:
-    """Refuse a folder without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
-    if folder.is_dir() and not _has_tokenizer(folder):
+    if tokenizer.is_dir() and not _has_tokenizer(tokenizer):
         raise ValueError(
             f"model.path={path!r}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy these files of the "
             "model that it was made from, or AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
@@ -369,8 +356,14 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
                 f"model.lora.targets={config.targets!r} names {name}, which cannot have an adapter: it is a router, or the "
                 "model computes with its weights without calling it. Take it out of the targets (all-linear leaves it out)."
             )
-    if tied:
-        _check_not_on_tied(model, config)
+    # An adapter on one end of tied embeddings would change one use of a matrix that is published once.
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()) if tied else ():
+        if has_adapter(module):
+            raise ConfigError(
+                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
+                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
+                "targets (all-linear leaves it out)."
+            )
     model._hf_peft_config_loaded = True  # or transformers would save, and switch off, no adapter
     model.peft_config[ADAPTER].base_model_name_or_path = base
     return outside
@@ -382,23 +375,10 @@ def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:
     found = []
     for name, module in model.named_modules():
         is_router = isinstance(module, nn.Linear) and "Router" in type(module).__name__
-        in_mixer = name.endswith((".dt_proj", ".out_proj")) and hasattr(
-            model.get_submodule(name.rpartition(".")[0]), "A_log"
-        )
-        if is_router or in_mixer:
+        ends_mixer = name.endswith((".dt_proj", ".out_proj"))
+        if is_router or (ends_mixer and hasattr(model.get_submodule(name.rpartition(".")[0]), "A_log")):
             found.append(name)
     return found
-
-
-def _check_not_on_tied(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse an adapter on one end of tied embeddings: it would change one use of a matrix that is published once."""
-    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
-        if has_adapter(module):
-            raise ConfigError(
-                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
-                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
-                "targets (all-linear leaves it out)."
-            )
 
 
 def has_adapter(module: Any) -> bool:
@@ -420,31 +400,28 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
-    for name, module in model.named_modules():
-        if has_adapter(module):
-            target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
-            whole = tensors[target]
-            # Added in fp32 and rounded once, as the sum: a delta rounded by itself would lose more.
-            delta = _delta(module, name, whole.device, weights.tensors)
-            tensors[target] = (whole.float() + delta).to(whole.dtype)
+    for name, found in model.named_modules():
+        if not has_adapter(found):
+            continue
+        module: Any = found
+        target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
+        whole = tensors[target]
+        is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
+        pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
+        a, b = (weights.tensors[pattern.format(part)].to(whole.device).float() for part in "AB")
+        experts = getattr(module, "num_experts", 1)
+        if experts > 1:
+            # PEFT lays the ranks of all experts in one matrix: A as [expert, rank], B as [rank, expert].
+            a_ERI, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
+            delta = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+            is_turned = not module._did_swap_in_out_features
+        else:
+            delta = b @ a
+            is_turned = is_embedding or module.fan_in_fan_out
+        delta = module.scaling[ADAPTER] * (delta.transpose(-2, -1) if is_turned else delta)
+        # Added in fp32 and rounded once, as the sum: a delta rounded by itself would lose more.
+        tensors[target] = (whole.float() + delta).to(whole.dtype)
     return Weights(version=weights.version, tensors=tensors)
-
-
-def _delta(module: Any, name: str, device: torch.device, adapter: Mapping[str, Tensor]) -> Tensor:
-    """Sum that a published adapter adds to the weights of one module, scale x B A, in fp32 and in their layout."""
-    is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
-    pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
-    a, b = (adapter[pattern.format(part)].to(device).float() for part in "AB")
-    experts = getattr(module, "num_experts", 1)
-    if experts > 1:
-        # PEFT lays the ranks of all experts in one matrix: A as [expert, rank], B as [rank, expert].
-        a_ERI, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
-        delta = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
-        is_turned = not module._did_swap_in_out_features
-    else:
-        delta = b @ a
-        is_turned = is_embedding or module.fan_in_fan_out
-    return module.scaling[ADAPTER] * (delta.transpose(-2, -1) if is_turned else delta)
 
 
 @contextmanager
