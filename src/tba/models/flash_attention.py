@@ -107,11 +107,33 @@ class FlashPlan:
     ) -> FlashPlan:
         roots, branches = np.array(root_lengths), np.array(branch_lengths, dtype=np.int64)
         # Branches lie in the order of their roots (`pack`): runs of one root are taken together below.
-        root_of = np.array(branch_roots, dtype=np.int64)
+        root_of, nothing = np.array(branch_roots, dtype=np.int64), np.zeros(0)
         tokens = int(roots.sum() + branches.sum())
         is_little = bool(tokens + roots[root_of].sum() <= MOST_GATHERED * tokens)
-        sizes, places = (_in_one if is_little else _in_parts)(roots, branches, root_of)
-        # `read` cuts it again by the lengths behind the sizes.
+        if is_little:
+            # All sequences in one call: a root sees itself; a branch sees its root and itself.
+            keys, queries = np.concatenate([roots, roots[root_of] + branches]), np.concatenate([roots, branches])
+            sizes = Sizes(
+                gathered=int(keys.sum()) if len(branches) else 0,
+                root_tokens=int(roots.sum()),
+                longest_query=int(queries.max()),
+                longest_key=int(keys.max()),
+            )
+            gathered, first, copies = _gathered(roots, branches, root_of) if len(branches) else (nothing,) * 3
+            places = Places(_cumulated(queries), _cumulated(keys), gathered, first, copies, nothing)
+        else:
+            # Roots, branches by themselves, and all branch tokens of each root as one sequence over the root's keys.
+            queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
+            sizes = Sizes(
+                gathered=-1,
+                root_tokens=int(roots.sum()),
+                longest_root=int(roots.max()),
+                longest_branch=int(branches.max()),
+                most_queries=int(queries.max()),
+            )
+            ends = (_cumulated(roots), _cumulated(branches))
+            places = Places(*ends, nothing, nothing, nothing, _cumulated(queries))
+        # `_read` cuts it again by the lengths behind the sizes.
         numbers = np.concatenate(places).astype(np.int32)
         return cls(
             places=on_device(torch.from_numpy(numbers), device),
@@ -124,39 +146,8 @@ class FlashPlan:
 
 
 def _read(places: Tensor, sizes: Tensor) -> tuple[Sizes, Places]:
-    numbers = sizes.tolist()
-    count = len(Sizes._fields)
+    numbers, count = sizes.tolist(), len(Sizes._fields)
     return Sizes(*numbers[:count]), Places(*places.split(numbers[count:]))
-
-
-def _in_one(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
-    """All sequences in one call."""
-    # A root sees itself; a branch sees its root and itself.
-    keys, nothing = np.concatenate([roots, roots[root_of] + branches]), np.zeros(0)
-    sizes = Sizes(
-        gathered=int(keys.sum()) if len(branches) else 0,
-        root_tokens=int(roots.sum()),
-        longest_query=int(max(roots.max(), branches.max(initial=0))),
-        longest_key=int(keys.max()),
-    )
-    gathered, first, copies = _gathered(roots, branches, root_of) if len(branches) else (nothing,) * 3
-    queries = _cumulated(np.concatenate([roots, branches]))
-    return sizes, Places(queries, _cumulated(keys), gathered, first, copies, nothing)
-
-
-def _in_parts(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
-    """Roots, branches by themselves, and branches with their roots."""
-    # Branch tokens of each root: as one sequence of queries over the root's keys.
-    queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
-    sizes = Sizes(
-        gathered=-1,
-        root_tokens=int(roots.sum()),
-        longest_root=int(roots.max()),
-        longest_branch=int(branches.max()),
-        most_queries=int(queries.max()),
-    )
-    nothing = np.zeros(0)
-    return sizes, Places(_cumulated(roots), _cumulated(branches), nothing, nothing, nothing, _cumulated(queries))
 
 
 def _gathered(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -257,21 +248,18 @@ def _packed_flash_backward(
         d_out, q, k, v, out, sums,
         at.queries, at.keys, *known.longest, causal=True, scale=scale, window=known.cut(window),
     )  # fmt: skip
-    # A root's key was copied for each of its branches: its gradient is the sum over the copies.
-    return (dq, *_sums_of_copies(dk, dv, at)) if known.gathered else (dq, dk, dv)
-
-
-def _sums_of_copies(dk: Tensor, dv: Tensor, at: Places) -> tuple[Tensor, Tensor]:
-    """Gradients [T, K, D] of tokens from those [S, K, D] of the gathered keys and values."""
+    if not known.gathered:
+        return dq, dk, dv
+    # A root's key was copied for each of its branches: its gradient [T, K, D] is the sum over the copies [S, K, D].
     if dk.is_cuda and importlib.util.find_spec("triton") is not None:
         from tba.models.kernels import sum_copies
 
-        return sum_copies(dk, dv, at.first, at.copies)
+        return (dq, *sum_copies(dk, dv, at.first, at.copies))
     # Many copies of one key are added: in half precision small gradients would be lost.
     wide = torch.promote_types(dk.dtype, torch.float32)
     whole = (torch.zeros(len(at.first) - 1, *part.shape[1:], dtype=wide, device=part.device) for part in (dk, dv))
     dk, dv = (total.index_add_(0, at.gathered, part.to(wide)).to(part.dtype) for total, part in zip(whole, (dk, dv)))
-    return dk, dv
+    return dq, dk, dv
 
 
 def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor]:
@@ -289,7 +277,14 @@ def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes,
     )
     out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
     out[:R], sums[:, :R] = out_roots, sums_roots
-    _merge_parts(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+    if out.is_cuda and importlib.util.find_spec("triton") is not None:
+        from tba.models.kernels import merge
+
+        merge(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+        return out, sums
+    sums[:, R:] = merged = torch.logaddexp(own_sums, root_sums)
+    own_share, root_share = (torch.exp(part - merged).t()[:, :, None] for part in (own_sums, root_sums))
+    out[R:] = own * own_share + root * root_share
     return out, sums
 
 
@@ -343,18 +338,6 @@ def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _packed_flash.register_autograd(_gradients, setup_context=_keep)
-
-
-def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
-    """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
-    if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.models.kernels import merge
-
-        merge(own, own_sums, root, root_sums, out, sums)
-        return
-    sums.copy_(torch.logaddexp(own_sums, root_sums))
-    own_share, root_share = (torch.exp(part - sums).t()[:, :, None] for part in (own_sums, root_sums))
-    out.copy_(own * own_share + root * root_share)
 
 
 def _forward(

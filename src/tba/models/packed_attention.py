@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
@@ -28,9 +27,7 @@ MAY_BE_IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_atte
 """Arguments of transformers' attention functions that change nothing here: dropout is off, positions are in the keys."""
 
 
-@dataclass(
-    kw_only=True, eq=False
-)  # not frozen: torch.compile looks into frozen ones, and compiles again for other lengths
+@dataclass(kw_only=True, eq=False)  # not frozen: torch.compile would look inside, and compile again for other lengths
 class PackedLayout:
     """Where each sequence lies in the packed row.
 
@@ -45,7 +42,7 @@ class PackedLayout:
     longest: int = field(init=False)
     """Largest number of tokens that a token may see, itself included."""
     flash_plan: FlashPlan = field(init=False)
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # An upper bound: the longest branch need not be one of the longest root.
@@ -107,13 +104,8 @@ class PackedLayout:
     def branch_mask(self, window: int | None) -> Tensor:
         """Boolean [B, 1, M, L + M]: the root's real tokens and the own past, inside the window."""
         # Kept, because every layer of a pass asks for the same few masks.
-        if window not in self._masks:
-            self._masks[window] = self._make_branch_mask(window)
-        mask = self._masks[window]
-        assert mask is not None
-        return mask
-
-    def _make_branch_mask(self, window: int | None) -> Tensor:
+        if window in self._masks:
+            return self._masks[window]
         root_lengths, branch_lengths, branch_roots = self._lengths
         own_root = root_lengths[branch_roots]
         root_column, own_column = torch.arange(int(root_lengths.max())), torch.arange(int(branch_lengths.max()))
@@ -127,7 +119,8 @@ class PackedLayout:
             seen &= distance < window
         # A padded query would see nothing and give NaN, which poisons gradients even where its output is unused.
         seen |= (own_column >= branch_lengths[:, None])[:, :, None]
-        return seen[:, None].to(self.device)
+        self._masks[window] = seen[:, None].to(self.device)
+        return self._masks[window]
 
 
 def _indices_of(lengths: Tensor, *, first: int) -> Tensor:
@@ -288,10 +281,3 @@ def _with_sinks(mask: Tensor | None, sinks_H: Tensor, queries: int, keys: int) -
     blocks = 1 if mask.ndim == 2 else mask.shape[0]
     seen = seen.view(blocks, 1, queries, keys).expand(-1, len(sinks_H), -1, -1)
     return torch.cat([seen, sinks_H[None, :, None, None].expand(blocks, -1, queries, 1)], dim=-1)
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention; it then needs `packed_layout=` in every forward call."""
-    # Registered anew: the trial of packed_check.py leaves its counting attention under this name.
-    AttentionInterface.register(NAME, packed_attention)
-    model.set_attn_implementation(NAME)
