@@ -29,18 +29,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_PER_CHUNK = 2**25
-"""Number of logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
-LOGITS_PER_CHUNK_CUDA = 2**30
-"""Number of logits held at once on a GPU (2 GiB in bf16)."""
+LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_CUDA = 2**25, 2**30
+"""Number of logits held at once (128 MiB in fp32; 2 GiB in bf16); beyond it chunks are recomputed in the backward pass."""
 KEPT_LOGITS_SHARE = 0.25
-"""Part of a GPU's free memory that the logits of a micro-batch may take from its forward to its backward pass. Where they
-need more they are computed twice, chunk by chunk."""
-LOGITS_AT_ONCE = 2**23
-"""Number of logits of one matrix product (32 MiB in fp32): 256 rows of 32,000 words. Fewer rows make slower products (64: 82
-instead of 120 GFLOP/s on a Sapphire Rapids core), more leave its caches."""
-LOGITS_IN_CACHE = 2**18
-"""Number of logits that go through all other operations together: two matrices of so many fill 2 MiB, a core's L2 cache."""
+"""Part of a GPU's free memory that the logits of a micro-batch may take from its forward to its backward pass."""
+LOGITS_AT_ONCE, LOGITS_IN_CACHE = 2**23, 2**18
+"""Number of logits of one matrix product on a CPU (256 rows of 32,000 words: fewer make slower products, more leave the
+caches), and of those that go through all other operations together: two matrices of so many fill a 2 MiB L2 cache."""
 KEPT_LOGITS = 2**26
 """Most logits that are kept from the forward to the backward pass (256 MiB in fp32); beyond it they are computed twice."""
 
@@ -59,8 +54,13 @@ def chosen_log_probs(
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
         from tba.models.kernels import chosen_log_probs as fused
 
-        # Asked before the logits exist: the answer decides which of two backward passes is prepared.
-        keep = hidden_MD.requires_grad and _may_keep_logits(hidden_MD, head_VD)
+        # Whether the logits of all tokens fit into their part of the memory that is free now: what else the backward pass
+        # needs of the forward pass is there already. It decides which of two backward passes is prepared.
+        keep = hidden_MD.requires_grad
+        if keep:
+            size, device = hidden_MD.shape[0] * head_VD.shape[0] * hidden_MD.element_size(), hidden_MD.device
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            keep = size <= KEPT_LOGITS_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
         at_once = LOGITS_PER_CHUNK_CUDA
         return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=at_once, keep=keep)
     if hidden_MD.device.type == "cpu" and hidden_MD.dtype in (torch.float32, torch.float64):
@@ -77,14 +77,6 @@ def chosen_log_probs(
         for hidden, targets in zip(hidden_MD.split(rows), targets_M.split(rows))
     ]
     return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _may_keep_logits(hidden_MD: Tensor, head_VD: Tensor) -> bool:
-    """Whether the logits of all tokens fit into their part of the memory that is free now: what else the backward pass
-    needs of the forward pass is there already."""
-    size, device = hidden_MD.shape[0] * head_VD.shape[0] * hidden_MD.element_size(), hidden_MD.device
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return size <= KEPT_LOGITS_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def _log_probs_of_chunk(
@@ -133,7 +125,11 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=softcap, temperature=temperature)
         rows, words = len(hidden_MD), len(head_VD)
         trains = any(ctx.needs_input_grad)
-        slopes_MV = _large(rows, words, hidden_MD.dtype) if trains and rows * words <= KEPT_LOGITS else None
+        slopes_MV = None
+        if trains and rows * words <= KEPT_LOGITS:
+            # By NumPy, which asks for huge pages: to touch it for the first time takes half as long.
+            numpy_dtype = np.float64 if hidden_MD.dtype == torch.float64 else np.float32
+            slopes_MV = torch.from_numpy(np.empty((rows, words), dtype=numpy_dtype))
         log_prob_M, entropy_M, sum_M = (hidden_MD.new_empty(rows) for _ in range(3))
         for part in _parts(rows, words):
             # Rows of the kept matrix, to be filled with slopes; None: slopes are not kept.
@@ -177,11 +173,6 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         if d_head_VD is not None and not kept:  # no token had weight
             d_head_VD.zero_()
         return d_hidden_MD, d_head_VD, d_bias_V, None, None, None
-
-
-def _large(rows: int, words: int, dtype: torch.dtype) -> Tensor:
-    """A new matrix in huge pages, which NumPy asks for: to touch it for the first time takes half as long."""
-    return torch.from_numpy(np.empty((rows, words), dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
 def _parts(rows: int, words: int, at_once: int | None = None) -> Iterator[slice]:

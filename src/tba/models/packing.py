@@ -75,6 +75,7 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, de
     within_M = counted(sizes)
     # A response's first token is predicted at its prompt's end, each other one at the token before it.
     predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
+    positions_T = np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)])
     is_branch = lengths > 0
     layout = PackedLayout(
         root_lengths=roots.tolist(),
@@ -85,11 +86,9 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, de
     return PackedTokens(
         prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
         input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in distinct for response in own)]), device),
-        positions_T=_sent(
-            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
-        ),
+        positions_T=on_device(torch.from_numpy(positions_T), device),
         layout=layout,
-        predict_M=_sent(predict_M, device),
+        predict_M=on_device(torch.from_numpy(predict_M), device),
         targets_M=on_device(torch.cat([response for own in distinct for response in own]), device),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, distinct)),
@@ -142,10 +141,6 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
     if sum(map(len, distinct)) == len(places):
         return distinct, None
     return distinct, torch.cat([torch.arange(first, first + size) for first, size in places])
-
-
-def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
-    return on_device(torch.from_numpy(numbers.astype(np.int64, copy=False)), device)
 
 
 # --- batches under a token budget ------------------------------------------------------------------------------------

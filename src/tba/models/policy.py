@@ -3,12 +3,9 @@
 Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
 balance. They live with the trainer, in fp32, and never travel to searchers.
 
-The weights may be spread over the ranks of a process group, by PyTorch's FSDP2. Every layer is a group of parameters that is
-gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
-Each rank keeps its rows of every parameter: of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9.
-
-    rank 0  rows 0..2 of every parameter   its gradients   its master weights and moments
-    rank 1  rows 3..5 ...
+The weights may be spread over the ranks of a process group, by PyTorch's FSDP2 (sharding.py). Every layer is a group of
+parameters that is gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head)
+is one more group.
 
 Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
 """
@@ -75,18 +72,13 @@ class PolicyModel:
                 logger.warning(
                     "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
                 )
-        if critic is not None or log_z is not None:
-            self._check_gives_hidden_states()
-        self.critic = critic
-        self.log_z = log_z
-
-    def _check_gives_hidden_states(self) -> None:
-        if not self.packed:
+        self.critic, self.log_z = critic, log_z
+        if self.heads and not self.packed:
             raise ValueError(
                 "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
                 "not give (see the warning above): use tb, rloo, grpo or another objective without them."
             )
-        if self.switch is not None:
+        if self.heads and self.switch is not None:
             raise ValueError(
                 f"objectives with a critic or a learned log Z need the hidden states of a prompt once, and this model has "
                 f"others where prompt and response are longer than {self.switch} tokens: keep them below that "
@@ -101,15 +93,13 @@ class PolicyModel:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
         # M distinct response tokens; `expand` gives N, all that were packed, equal responses included.
         log_pi, entropy, hidden = self._compute(packed, temperature)
-        if hidden is None:
-            return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
-        hidden_TH = hidden[0]
-        return Forward(
-            log_pi_N=packed.expand(log_pi),
-            entropy_N=packed.expand(entropy),
-            values_N=None if self.critic is None else packed.expand(self.critic(hidden_TH[packed.predict_M])),
-            log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
-        )
+        values = log_z = None
+        if self.critic is not None and hidden is not None:
+            values = packed.expand(self.critic(hidden[0][packed.predict_M]))
+        if self.log_z is not None and hidden is not None:
+            log_z = self.log_z(hidden[0], packed.prompt_spans)
+        log_pi_N, entropy_N = packed.expand(log_pi), packed.expand(entropy)
+        return Forward(log_pi_N=log_pi_N, entropy_N=entropy_N, values_N=values, log_z_P=log_z)
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once.
@@ -141,12 +131,19 @@ class PolicyModel:
     def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
         if not self.packed:
-            return self._outputs_one_by_one(packed, temperature)
+            # The model's own logits, whatever it does to them.
+            logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
+            log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
+            entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
+            return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
         if self.switch is not None and packed.layout.longest > self.switch:
             # Short and long sequences have different rotary angles, and one packed row has one set of them.
             parts = split_by_length(packed, self.switch)
             if len(parts) > 1:
-                return self._outputs_of_parts(parts, temperature)
+                log_pis, entropies, _ = zip(*(self._outputs(part, temperature) for part, _ in parts))
+                # index_M tells where each token of a part stood in the whole: sorting by it puts them back.
+                order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
+                return torch.cat(log_pis)[order], torch.cat(entropies)[order], None
         # Trunk and head apart: logits of all T tokens would be T x V numbers, and only M are wanted.
         head = self.model.get_output_embeddings()
         hidden = trunk_of(self.model)(
@@ -156,38 +153,25 @@ class PolicyModel:
             packed_layout=packed.layout,
         ).last_hidden_state
         hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
-        config = self.model.config.get_text_config()
+        config: Any = self.model.config.get_text_config()
+        # Cohere's logit_scale, one over Granite's logits_scaling. It is one over a temperature: the two are one division.
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         log_pi, entropy = chosen_log_probs(
             hidden_MD,
             head_VD,
             packed.targets_M,
-            # A scale of the logits is one over a temperature, so the two are one division.
-            temperature=temperature / _logit_scale(config),
+            temperature=temperature / scale,
             bias_V=getattr(head, "bias", None),
             softcap=getattr(config, "final_logit_softcapping", None),
         )
         return log_pi, entropy, hidden
 
-    def _outputs_of_parts(
-        self, parts: list[tuple[PackedTokens, Tensor]], temperature: float
-    ) -> tuple[Tensor, Tensor, None]:
-        """Parts that have rotary angles of their own, one after the other; their outputs in the order of the whole."""
-        found = [self._outputs(part, temperature) for part, _ in parts]
-        # index_M tells where each token of a part stood in the whole: sorting by it puts them back.
-        order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
-        return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
-
     @property
     def heads(self) -> list[nn.Module]:
         """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
-
-    def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
-        """The model's own logits, whatever it does to them."""
-        logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
-        log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
-        entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
-        return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
 
     @torch.no_grad()
     def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
@@ -286,21 +270,14 @@ def _hidden_size(model: PreTrainedModel) -> int:
     return int(model.get_output_embeddings().weight.shape[1])
 
 
-def _logit_scale(config: Any) -> float:
-    """Factor of a model's logits: Cohere's logit_scale, one over Granite's logits_scaling."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-
-
 def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and the head's matrix, with the adapter of a head that has one in further columns:
     W h + s B (A h) = [W B] [h, s A h]. W + s B A in bf16 would round small updates away."""
     if not has_adapter(head) or head.disable_adapters:
         return hidden_MD, head.weight
-    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER]
+    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER].weight.to(head.weight.dtype)
     added = head.scaling[ADAPTER] * low_rank(hidden_MD.to(low_rank.weight.dtype))
-    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
-        [head.weight, up.weight.to(head.weight.dtype)], dim=1
-    )
+    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat([head.weight, up], dim=1)
 
 
 # --- weights spread over ranks ---------------------------------------------------------------------------------------
