@@ -144,7 +144,12 @@ def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
 
 def mean_over_responses(value_PK: Tensor, batch: Batch) -> Tensor:
     """Sum over the responses that have weight / their number in the whole step."""
-    return _kept(value_PK, batch.weight_PK).sum() / max(1, batch.totals.responses)
+    return sum_where(value_PK, batch.weight_PK > 0) / max(1, batch.totals.responses)
+
+
+def sum_where(value: Tensor, kept: Tensor) -> Tensor:
+    """Sum of the values that count; others may be NaN."""
+    return torch.where(kept, value, torch.zeros_like(value)).sum()
 
 
 def mean_where(value: Tensor, kept: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from tba.objectives.objective import (
     mean_where,
     prompt_mean,
     ratios,
+    sum_where,
     token_log_ratios,
 )
 from tba.types import Batch, Forward, Loss
@@ -227,12 +228,7 @@ def gradient_share(
     if rule == "taper":
         # TOPR's weight of a push down: the ratio of the whole response, at most 1.
         return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
-    limit_PK = _drift_limit(batch, max_drift=max_drift)
-    return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
-
-
-def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
-    """[P, K] nats. Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts."""
+    # Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts.
     known_N = torch.isfinite(batch.policy_N)
     known_PK = batch.sum_per_response(known_N.to(batch.policy_N.dtype)) > 0
     # 0 for a response of unknown log-probs, which has no weight in the mean below.
@@ -240,7 +236,8 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
     entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
     tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))
     least_PK = (ROUNDING * tokens_PK.sqrt()).clamp(min=USUAL * batch.usual_drift)
-    return torch.maximum(max_drift * entropy_P1.sqrt(), least_PK)
+    limit_PK = torch.maximum(max_drift * entropy_P1.sqrt(), least_PK)
+    return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
 
 
 def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:
@@ -275,20 +272,17 @@ class TBAPrime(Objective):
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None
         log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
-        reward_PK = centred(batch.reward_PK, weight_PK)
-        # The KL is part of the reward: it carries no gradient of its own.
-        kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
+        reward_PK, kept_N = centred(batch.reward_PK, weight_PK), batch.kept_N
+        kl_PK = torch.zeros_like(reward_PK)
+        if beta > 0.0:
+            # The KL is part of the reward: it carries no gradient of its own. Each token is clamped before the sum.
+            kl_N = (log_pi_N.detach() - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL)
+            kl_PK = centred(batch.sum_per_response(kl_N), weight_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
-        gain_N = clamped_N * batch.per_token(reward_PK - beta * kl_PK)
-        kept_N = batch.kept_N
-        total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
+        total = sum_where(clamped_N * batch.per_token(reward_PK - beta * kl_PK), kept_N)
         metrics = {
             "objective/ratio_mean": mean_where(clamped_N, kept_N),
             "objective/clip_fraction": mean_where(ratio_N > self.ratio_max, kept_N),
         }
         return Loss(value=-total / (max(1, batch.totals.responses) * self.normal_length), metrics=metrics)
-
-    def _kl(self, batch: Batch, log_pi_N: Tensor) -> Tensor:
-        """KL_ij, each token clamped before the sum."""
-        return batch.sum_per_response((log_pi_N.detach() - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))
