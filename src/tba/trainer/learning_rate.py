@@ -118,7 +118,10 @@ class LearningRate:
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
-        if self.sees_new_responses and "off_policy/drift_reward_correlation" in found:
+        # Only where no response of a batch was trained on before: the drift of one that was is its own push.
+        train, replay = self.config.train, self.config.replay
+        sees_new = train.updates_per_batch == replay.max_replay_ratio == replay.on_policy_probability == 1
+        if sees_new and "off_policy/drift_reward_correlation" in found:
             self.signal += (found["off_policy/drift_reward_correlation"] - self.signal) / min(self.batches + 2, MEMORY)
         # log(drift / sqrt(sum of rate^2)): nats by an update of rate 1.
         stiffness = math.log(drift) - 0.5 * math.log(squares)
@@ -140,22 +143,12 @@ class LearningRate:
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
 
     @property
-    def sees_new_responses(self) -> bool:
-        """Whether no response of a batch was trained on before: the drift of one that was is its own push."""
-        train, replay = self.config.train, self.config.replay
-        return train.updates_per_batch == replay.max_replay_ratio == replay.on_policy_probability == 1
-
-    @property
-    def target(self) -> float:
-        """Nats of drift for each sqrt(signal x entropy)."""
-        return self.scale * self.horizon_factor * self.config.train.target_drift
-
-    @property
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
         entropy = min(MOST_ENTROPY * max(1.0, self.horizon_factor**2), self.entropy)
         long = max(1.0, entropy / MOST_ENTROPY)
-        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy * long)
+        target = self.scale * self.horizon_factor * self.config.train.target_drift
+        return target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy * long)
 
     def most_lag(self, step: int, progress: float) -> float:
         """Number of updates that the policy may be ahead of a response that is trained, by their length."""

@@ -37,10 +37,7 @@ from tba.types import ResponseCounts, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """The parts that own the loaded model. From here on its weights change with every step.
-
-    Learner(train_step=..., rescorer=None)
-    """
+    """The parts that own the loaded model. From here on its weights change with every step."""
 
     train_step: TrainStep
     rescorer: Scorer | None
@@ -48,11 +45,9 @@ class Learner:
 
 
 def make_learner(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> Learner:
-    rescorer = None
-    if config.reference.reset_every and config.replay.on_reference_reset != "drop":
-        rescorer = make_scorer(
-            loaded.model, max_length=loaded.context
-        )  # before packed attention changes its forward pass
+    # The rescorer first: packed attention changes the model's forward pass.
+    rescores = config.reference.reset_every and config.replay.on_reference_reset != "drop"
+    rescorer = make_scorer(loaded.model, max_length=loaded.context) if rescores else None
     return Learner(train_step=make_train_step(config, loaded, ranks), rescorer=rescorer)
 
 
@@ -76,9 +71,8 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     if isinstance(ranks, ConnectedRanks):
         policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    optimizer = MasterAdamW(
-        model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks
-    )
+    rate = objective.heads_learning_rate
+    optimizer = MasterAdamW(model.parameters(), train, heads=heads, heads_rate=rate, ranks=ranks)
     budget, temperature = Budget(max_tokens=train.tokens_per_micro_batch), config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
@@ -103,13 +97,8 @@ def make_trainer(
     restart_searchers: Callable[[Mapping[str, int]], None] | None = None,
     published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
-    """Make a trainer around a learner.
-
-    `reference_publisher` is needed with reference.reset_every; `prompt_queue` knows who answers which prompt; `parts`
-    are saved with the trainer, by name; `gate` makes an asynchronous trainer wait for data, `restart_searchers` lets it
-    begin anew with weights that it has gone back to; `published` has the weights of a version as searchers got them,
-    while they are at hand.
-    """
+    """Make a trainer around a learner. `reference_publisher` is needed with reference.reset_every; `parts` are saved with the
+    trainer, by name; `published` has the weights of a version as searchers got them, while they are at hand."""
     train_step, rate, beta, saved = learner.train_step, LearningRate(config), Beta(config), dict(parts)
     sharded = train_step if isinstance(train_step, ShardedTrainStep) else None
     checkpoints = Checkpoints(
@@ -137,11 +126,11 @@ def make_trainer(
         uses_per_group=config.uses_per_group,
         max_waiting_groups=config.max_waiting_groups,
     )
-    row = None if gate is None else gate.row
     # Where the roles take turns batches are of the trained version anyway; no rank has the whole model to score with.
     probe = None
     if published is not None and sharded is None:
         probe = MismatchProbe(train_step.policy, train_step.temperature, published)
+    row = None if gate is None else gate.row
     trainer = Trainer(
         config=config,
         train_step=train_step,

@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from tba.config import Config
 from tba.engine.contract import Scorer
@@ -88,7 +87,8 @@ class ReferenceResets:
         else:
             # All of the buffer is scored here, in the trainer's thread, before the next step.
             self.scorer.load(weights)
-            self.replay.recompute_reference(self.version, self._score)
+            score = partial(self.scorer.score, temperature=self.temperature)
+            self.replay.recompute_reference(self.version, score)
         self.on_reset()
         return True
 
@@ -117,16 +117,12 @@ class ReferenceResets:
         if all(version == self.version for version in versions):
             return group
         responses = [trajectory.completion.token_ids for trajectory in group.trajectories]
-        log_refs = self._score([group.prompt.token_ids] * len(responses), responses)
+        log_refs = self.scorer.score([group.prompt.token_ids] * len(responses), responses, self.temperature)
         scored = (
             replace(trajectory, log_ref=log_ref, reference_version=self.version)
             for trajectory, log_ref in zip(group.trajectories, log_refs)
         )
         return replace(group, trajectories=tuple(scored))
-
-    def _score(self, prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> list[np.ndarray]:
-        assert self.scorer is not None
-        return self.scorer.score(prompt_ids, response_ids, self.temperature)
 
 
 def on_cpu(weights: Weights) -> Weights:
