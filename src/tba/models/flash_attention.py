@@ -6,9 +6,7 @@ of FlashAttention forward and one backward; the gradients of a root's keys are t
 
 Where prompts are so long that gathered keys would be many times the tokens, both parts are computed apart and merged by
 their log-sums; in the backward pass each part gets the *merged* output and log-sum, which makes its share of the gradient
-exact: probabilities are exp(score - merged log-sum) wherever the key lies.
-
-Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
+exact. Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
 
 Axes: T packed tokens, R of them in roots, S gathered keys, H query heads, K key/value heads, D head dimension.
 """
@@ -26,9 +24,8 @@ from torch import Tensor
 
 from tba.types import on_device
 
-LARGEST_HEAD = 256
-OLDEST = (8, 0)
-"""Oldest compute capability that has the kernels: Ampere."""
+LARGEST_HEAD, OLDEST = 256, (8, 0)
+"""Head size, and oldest compute capability, that has the kernels: Ampere."""
 MOST_GATHERED = 4
 """Largest number of gathered keys per token. Reading and writing a gathered key and its gradients for every query head costs
 about a third of what computing a query's two parts apart and merging them does."""

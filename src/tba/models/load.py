@@ -1,9 +1,8 @@
 """Load a causal language model and its tokenizer from a folder, a hub name, or the package, and make it ready to train:
 with a LoRA adapter, with compiled layers, or with layers recomputed in the backward pass.
 
-LoRA goes through PEFT: a small adapter is trained and travels; the base model stays as it was loaded. The reference is the
-base with the adapter off, so no second model is kept for it. Searchers merge an adapter into their engine's weights when it
-arrives: decoding costs no more than without.
+LoRA goes through PEFT: a small adapter is trained and travels. The reference is the base with the adapter off, so no second
+model is kept for it. Searchers merge an adapter into their engine's weights when it arrives.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
 
-ADAPTER = "default"
-"""Name of the LoRA adapter, as PEFT calls it."""
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""Files of which an adapter has one."""
+ADAPTER, ADAPTER_FILES = "default", ("adapter_model.safetensors", "adapter_model.bin")
+"""Name of the LoRA adapter, as PEFT calls it, and files of which it has one."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer has one; some families have others."""
 UNPACKED = ("mxfp4", "fp8", "compressed-tensors")
@@ -75,10 +72,6 @@ class LoadedModel:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.model.device.type == "cuda"
 
 
 def first_line(error: BaseException) -> str:
@@ -139,11 +132,10 @@ def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] =
     def is_other(record: logging.LogRecord) -> bool:
         return not any(word in record.getMessage() for word in ("MISSING", "MISMATCH"))  # its tables: said here instead
 
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     reports.addFilter(is_other)
     try:
-        model, found = auto_class.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, found = auto_class.from_pretrained(path, **options)
     finally:
         reports.removeFilter(is_other)
     if missing := sorted(found["missing_keys"] - may_be_missing):
@@ -426,16 +418,15 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """The base model while the context lasts, where there is an adapter."""
-    if not has_lora(model):
-        yield
-        return
-    # For the whole model: nothing else may compute with it while the context lasts.
-    model.disable_adapters()
+    """The base model while the context lasts, where there is an adapter: nothing else may compute with it meanwhile."""
+    lora = has_lora(model)
+    if lora:
+        model.disable_adapters()
     try:
         yield
     finally:
-        model.enable_adapters()
+        if lora:
+            model.enable_adapters()
 
 
 def is_adapter(path: Path) -> bool:
@@ -450,7 +441,7 @@ def base_of(path: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read as the config of an adapter ({error}): copy it again.") from None
     if not base:
-        raise ConfigError(f"{path}/adapter_config.json does not name its base model (base_model_name_or_path).")
+        raise ConfigError(f"{file} does not name its base model (base_model_name_or_path).")
     return str(base)
 
 
@@ -489,18 +480,16 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
                     setattr(module, name, 0.0)
 
 
-def compile_layers(model: PreTrainedModel) -> bool:
-    """Compile the layers in place, for any number of tokens; False, with a warning and nothing changed, where that fails."""
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the layers in place, for any number of tokens; with a warning nothing changes where that fails."""
+    layers = getattr(trunk_of(model), "layers", None)
     if next(model.parameters()).device.type != "cuda":
         logger.warning("train.compile has no effect without CUDA.")
-        return False
-    layers = getattr(trunk_of(model), "layers", None)
-    if layers is None:
+    elif layers is None:
         logger.warning("train.compile: %s has no `layers` to compile; training goes on without.", type(model).__name__)
-        return False
-    for layer in layers:
-        layer.compile(dynamic=True)
-    return True
+    else:
+        for layer in layers:
+            layer.compile(dynamic=True)
 
 
 def context_length(model_config: Any) -> int:

@@ -221,9 +221,8 @@ class LogZ(nn.Module):
         log Z = start + bias + sum_i weight_i h_i / H,   h the mean hidden state scaled to a root mean square of 1
 
     sum_i |h_i| <= H whatever the width H, so an update that moves every parameter by at most a moves log Z by at most 2 a
-    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and so
-    have later steps whose gradients agree; the most it can do is 3.2 times that (betas .9 and .999), after gradients of
-    almost nothing.
+    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and no
+    later step more than 3.2 times that (betas .9 and .999).
 
     Deviation: the hidden states are detached, so that learning log Z does not move the policy.
     """
@@ -233,22 +232,16 @@ class LogZ(nn.Module):
         self.head = nn.Linear(hidden_size, 1)
         self.start: Tensor
         self.register_buffer("start", torch.tensor(0.0))
+        self.start_at(0.0)
         self.started = False
-        self._zero()
 
     def start_at(self, log_z: float) -> None:
-        """Give every prompt this log Z; what was learned before is forgotten.
-
-        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many optimizer steps to
-        get there.
-        """
-        self._zero()
-        self.start.fill_(log_z)
-        self.started = True
-
-    def _zero(self) -> None:
+        """Give every prompt this log Z, near the truth: at beta .005 log Z is in the hundreds, and the head would take as
+        many optimizer steps to get there. What was learned before is forgotten."""
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.start.fill_(log_z)
+        self.started = True
 
     def forward(self, hidden_TH: Tensor, prompt_spans: tuple[tuple[int, int], ...]) -> Tensor:
         # Over the prompt's tokens only: log Z may not see a response.
@@ -259,15 +252,11 @@ class LogZ(nn.Module):
 
 
 def make_critic(model: PreTrainedModel) -> Critic:
-    return Critic(_hidden_size(model)).to(next(model.parameters()).device)
+    return Critic(model.get_output_embeddings().weight.shape[1]).to(next(model.parameters()).device)
 
 
 def make_log_z(model: PreTrainedModel) -> LogZ:
-    return LogZ(_hidden_size(model)).to(next(model.parameters()).device)
-
-
-def _hidden_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[1])
+    return LogZ(model.get_output_embeddings().weight.shape[1]).to(next(model.parameters()).device)
 
 
 def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:

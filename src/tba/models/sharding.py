@@ -1,7 +1,5 @@
-"""Tensors that are spread over the ranks of a trainer, and the ranks as a trainer of one process sees them.
-
-Each rank keeps its rows of every parameter (FSDP2): of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9.
-"""
+"""Tensors that are spread over the ranks of a trainer, and the ranks as a trainer of one process sees them. Each rank keeps
+its rows of every parameter (FSDP2): of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9."""
 
 from __future__ import annotations
 
@@ -49,9 +47,8 @@ def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         # A moment is kept as plain rows: it gets the layout of its parameter, to be gathered like it.
-        mesh, placements = sharded.device_mesh, sharded.placements
-        rows = tensor.to(sharded.device)  # moments may be offloaded
-        tensor = DTensor.from_local(rows, mesh, placements, shape=sharded.shape, stride=sharded.stride())
+        rows, layout = tensor.to(sharded.device), (sharded.device_mesh, sharded.placements)  # moments may be offloaded
+        tensor = DTensor.from_local(rows, *layout, shape=sharded.shape, stride=sharded.stride())
     # A collective for sharded tensors: a rank that does not call it leaves the others waiting.
     whole: Any = tensor.detach()
     return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)

@@ -77,10 +77,7 @@ MOST_ROLLBACKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A rule that is broken now.
-
-    Breach(rule="short", metric="completions/mean_length", value=8.1, healthy=27.5, message="responses have shrunk to ...")
-    """
+    """A rule that is broken now."""
 
     rule: str
     metric: str

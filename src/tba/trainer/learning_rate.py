@@ -40,7 +40,7 @@ from tba.config import Config
 START = 1e-6
 """Rate of the first update before its scale is known: so low that it harms no model."""
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
-"""The signal before the first batch shows it, and the least signal. It is known to .02 after 32 batches."""
+"""The signal before the first batch shows it, and the least. It is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
@@ -49,16 +49,13 @@ MOST_DRIFT = 2.0
 """Nats that the policy may have moved since a response that is trained was begun."""
 FIRST_STEPS = 8
 """Steps in which the first drift is waited for. A policy that has not moved by then is not learning."""
-LAST_PART = 0.5
-"""Share of the run, at its end, in which the rate falls to zero."""
+LAST_PART, LEAST_DECAY = 0.5, 0.1
+"""Share of the run, at its end, in which the rate falls to zero. Below the second share of its height nothing is learned
+about it any more: drifts become too small to measure."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of a run for which train.target_drift holds, and the largest factor for shorter and longer runs."""
-RISE = 2.0
-"""Largest factor by which the rate rises from one step to the next."""
-MEMORY = 32
-"""Largest number of batches in an average."""
-LEAST_DECAY = 0.1
-"""Share of its height below which the rate only falls: drifts become too small to measure."""
+RISE, MEMORY = 2.0, 32
+"""Largest factor by which the rate rises from one step to the next, and largest number of batches in an average."""
 VERSIONS_KEPT = 1024
 """Number of versions whose rates are remembered; what is older counts as of the oldest."""
 
@@ -76,7 +73,6 @@ class LearningRate:
     entropy: float = field(init=False, default=math.nan)
     """Nats per response of the last batch, at least LEAST_ENTROPY; NaN = not measured yet."""
     batches: int = field(init=False, default=0)
-    """Number of batches whose drift was measured."""
     squares: float = field(init=False, default=0.0)
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
     squares_before: deque[float] = field(init=False)
@@ -84,7 +80,6 @@ class LearningRate:
     own_factor: float = field(init=False, default=1.0)
     """How many times as far the first update moved its own batch as new responses."""
     horizon_factor: float = field(init=False, default=1.0)
-    """The horizon's factor at the last batch."""
     scale: float = field(init=False, default=1.0)
     """Factor of the given schedule, or of the size that `auto` aims at: less than 1 after a collapse."""
 

@@ -65,7 +65,6 @@ class Trainer:
     beta: Beta
     updates: Updates
     prompt_queue: PromptQueue
-    """The prompt queue, which knows the holder of every rollout."""
     counts: ResponseCounts
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
@@ -82,7 +81,7 @@ class Trainer:
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
     receive_seconds: float = field(default=0.0, init=False)
-    """Time that `receive` took since the last step."""
+    """Time `receive` took since the last step."""
     lost: set[str] = field(default_factory=set, init=False)
     """Ids of prompts whose last rollout brought no response: every one was lost to its reward."""
     fresh_rewards: list[float] = field(default_factory=list, init=False)
@@ -133,28 +132,24 @@ class Trainer:
             # Before searchers see the new version: its first prompts must keep the new limit.
             self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
         publishing = self.publish_if_due()
-        times = {
-            "receive": self.receive_seconds,
-            "second_update": again,
-            "wait_for_batch": waited,
-            "step": time.perf_counter() - started,
-            "publish_weights": publishing,
-        }
-        self.spare.step_seconds = times["step"]
-        self.receive_seconds = 0.0
+        times = {"receive": self.receive_seconds, "second_update": again, "wait_for_batch": waited}
+        times |= {"step": time.perf_counter() - started, "publish_weights": publishing}
+        self.spare.step_seconds, self.receive_seconds = times["step"], 0.0
         # For the guard, of all sampled responses: where equal-reward groups or cut-off responses lose their weight, those
         # that count look well until none is left.
         watched = {**response_means(batch, log_pi_N, batch.sampled_PK), "entropy": result.entropy}
         self._record(batch, measured, watched, times)
-        # Only now is the step whole: after an error further up, no checkpoint is made of the weights
-        # (weights_are_consistent).
-        self.train_step.moved = False
-        # Before save_if_due: a checkpoint of a step that is given up would only be dropped again.
+        self.train_step.moved = False  # only now is the step whole (weights_are_consistent)
+        # Before it is saved: a checkpoint of a step that is given up would only be dropped again.
         if self.health is not None and self.health.rolls_back:
             self.roll_back(self.health)
             return result
-        self.save_if_due()
+        # Checkpoints on schedule and at the end are the last thing of a step: nothing of it is missing in them.
+        every = self.config.train.checkpoint_every
+        if self.done or (every is not None and self.step_index % every == 0):
+            self.save()
         if self.health is not None:
+            self.health.save_if_due(self.step_index)
             self.health.stop_if_asked()
         return result
 
@@ -256,7 +251,6 @@ class Trainer:
         self.recorder.group_received(self.step_index, group)
 
     def close(self) -> None:
-        """Commit what was received."""
         if self.durable is not None:
             self.durable.close()
 
@@ -288,14 +282,6 @@ class Trainer:
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
         return time.perf_counter() - started
-
-    def save_if_due(self) -> None:
-        """Checkpoints on schedule and at the end. This is the last thing of a step: nothing of it is missing in them."""
-        every = self.config.train.checkpoint_every
-        if self.done or (every is not None and self.step_index % every == 0):
-            self.save()
-        if self.health is not None:
-            self.health.save_if_due(self.step_index)
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""

@@ -97,8 +97,8 @@ def make_trainer(
     restart_searchers: Callable[[Mapping[str, int]], None] | None = None,
     published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
-    """Make a trainer around a learner. `reference_publisher` is needed with reference.reset_every; `parts` are saved with the
-    trainer, by name; `published` has the weights of a version as searchers got them, while they are at hand."""
+    """Make a trainer around a learner. `reference_publisher` is needed with reference.reset_every; `parts` are saved with
+    the trainer, by name; `published` has the weights of a version as searchers got them, while they are at hand."""
     train_step, rate, beta, saved = learner.train_step, LearningRate(config), Beta(config), dict(parts)
     sharded = train_step if isinstance(train_step, ShardedTrainStep) else None
     checkpoints = Checkpoints(

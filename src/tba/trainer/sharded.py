@@ -1,16 +1,13 @@
 """A trainer of several processes, its ranks: the TrainStep of one process, but for who computes.
 
 Rank 0 is the trainer: it has the replay buffer, publishes weights and writes checkpoints. The others have a part of the
-model and of the optimizer. Every rank makes a ShardedTrainStep from the same config and model. On rank 0 each method first
-sends a command to the other ranks (`tell`). They wait for commands without a limit (`listen`) and then do the same
-(`follow`). So the trainer's loop, its checkpoints and its publications need no code for ranks. A broken connection between
-ranks ends the trainer with `RankLost`, and the supervisor resumes it with new ranks.
+model and of the optimizer. On rank 0 each method first sends a command to the other ranks (`tell`). They wait for commands
+without a limit (`listen`) and then do the same (`follow`). A broken connection between ranks ends the trainer with
+`RankLost`, and the supervisor resumes it with new ranks.
 
 Searchers and files get whole tensors under the model's own names, gathered one at a time. A checkpoint does not depend on
-the number of ranks that wrote it, and a run may resume with another number.
-
-Collectives on tensors of the model run on the devices by NCCL, or on CPUs by gloo. Messages go through host memory by gloo;
-they are JSON and tensors, never pickle.
+the number of ranks that wrote it. Collectives on tensors of the model run by NCCL, or on CPUs by gloo. Messages go through
+host memory by gloo; they are JSON and tensors, never pickle.
 """
 
 from __future__ import annotations

@@ -5,13 +5,11 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-Gradients and the move are two calls. What the pass has found is read in between: the rate of an update depends on the drift
-of its own batch, and nothing moves unless losses and gradient are finite. What is sent to a device is pinned, and
-micro-batches are packed while it computes those before.
+Gradients and the move are two calls: the rate of an update depends on the drift of its own batch, and nothing moves unless
+losses and gradient are finite.
 
-Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
-prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
-with fewer micro-batches than others take part with empty ones.
+Where a trainer has several ranks, each computes its share of the micro-batches of the same batch: whole prompts where there
+are enough of them, otherwise single responses. Ranks with fewer micro-batches than others take part with empty ones.
 """
 
 from __future__ import annotations
@@ -46,11 +44,9 @@ from tba.types import Batch, Forward, Loss, Weights
 
 MEASURED_RESPONSES = 32
 """Responses whose change by an update is measured."""
-TRIALS, NEAR, MOST_STRETCH = 4, 0.25, 30.0
-"""Lengths of the first update that are tried at most, the log of a factor that needs no other, and the largest factor."""
-LEAST_UPDATE_DRIFT = 1e-6
-"""Nats that a first update moves log_pi by at least, where it follows a gradient."""
-
+TRIALS, NEAR, MOST_STRETCH, LEAST_UPDATE_DRIFT = 4, 0.25, 30.0, 1e-6
+"""Lengths of the first update that are tried at most, the log of a factor that needs no other, the largest factor, and the
+nats that a first update moves log_pi by at least, where it follows a gradient."""
 LEAST_WORK = 2e9
 """Floating-point operations of a full micro-batch, forward and backward, below which one thread computes all of them. Here
 two workers cost as much processor time as one (0.2M parameters, 1,024 tokens); below, they mostly wait for Python's lock."""
