@@ -36,7 +36,6 @@ from tba.config import ConfigError, LoraConfig, ModelConfig
 from tba.models.paths import LFS_POINTER, resolve_path
 from tba.models.text_part import (
     CONTEXT_NAMES,
-    freeze_beside_text,
     is_tied,
     modules_beside_text,
     name_of,
@@ -120,7 +119,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
         # eval: dropout off, in training too, or trainer and engine would compute different policies.
         model = model.to(device).eval()
         _check_finite(model)
-    freeze_beside_text(model)
+    # Only the part of the model that text goes through is trained and published.
+    text = text_parameters(model)
+    for name, parameter in model.named_parameters():
+        if name not in text:
+            parameter.requires_grad_(False)
     return LoadedModel(model=model, tokenizer=tokenizer, context=context_length(model.config))
 
 

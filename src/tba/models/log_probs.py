@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -101,16 +100,6 @@ def _log_probs_of_chunk(
 # --- on a CPU in fp32 or fp64 ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Head:
-    """How hidden states become logits: z = cap tanh((W h + b) / cap) / temperature."""
-
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    softcap: float | None
-    temperature: float
-
-
 class _ChosenLogProbsOnCpu(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -122,7 +111,6 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=softcap, temperature=temperature)
         rows, words = len(hidden_MD), len(head_VD)
         trains = any(ctx.needs_input_grad)
         slopes_MV = None
@@ -134,11 +122,11 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
         for part in _parts(rows, words):
             # Rows of the kept matrix, to be filled with slopes; None: slopes are not kept.
             own_RV = None if slopes_MV is None else slopes_MV[part]
-            found = _compute(hidden_MD[part], targets_M[part], head, slopes_RV=own_RV)
+            found = _compute(hidden_MD[part], head_VD, bias_V, targets_M[part], temperature, softcap, slopes_RV=own_RV)
             log_prob_M[part], entropy_M[part], sum_M[part] = found
         if trains:
             ctx.save_for_backward(hidden_MD, head_VD, bias_V, targets_M, sum_M, slopes_MV)
-            ctx.temperature, ctx.softcap = temperature, softcap
+            ctx.settings = temperature, softcap
         ctx.mark_non_differentiable(entropy_M)
         return log_prob_M, entropy_M
 
@@ -147,9 +135,8 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
     def backward(ctx: Any, gradient_M: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MD, head_VD, bias_V, targets_M, sum_M, slopes_MV = ctx.saved_tensors
         wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
-        head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=ctx.softcap, temperature=ctx.temperature)
         # Slopes are -s d log pi / d (W h / temperature): -s and the temperature come in here, one number a row.
-        factor_M1 = (gradient_M / (sum_M * -ctx.temperature))[:, None]
+        factor_M1 = (gradient_M / (sum_M * -ctx.settings[0]))[:, None]
         d_hidden_MD = torch.zeros_like(hidden_MD) if wants_hidden else None
         d_head_VD = torch.empty_like(head_VD) if wants_head else None
         d_bias_V = torch.zeros_like(bias_V) if wants_bias else None
@@ -162,7 +149,7 @@ class _ChosenLogProbsOnCpu(torch.autograd.Function):
                 slopes_RV = slopes_MV[part]
             else:
                 slopes_RV = hidden_MD.new_empty(len(hidden_MD[part]), words)
-                _compute(hidden_MD[part], targets_M[part], head, slopes_RV=slopes_RV)
+                _compute(hidden_MD[part], head_VD, bias_V, targets_M[part], *ctx.settings, slopes_RV=slopes_RV)
             if d_hidden_MD is not None:
                 torch.mm(slopes_RV, head_VD, out=d_hidden_MD[part]).mul_(factor_M1[part])
             if d_head_VD is not None:
@@ -181,17 +168,33 @@ def _parts(rows: int, words: int, at_once: int | None = None) -> Iterator[slice]
 
 
 def _compute(
-    hidden_RD: Tensor, targets_R: Tensor, head: Head, *, slopes_RV: Tensor | None
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_R: Tensor,
+    temperature: float,
+    softcap: float | None,
+    *,
+    slopes_RV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob and entropy [R], and s [R]. `slopes_RV` is filled with -s d log pi / d (W h / temperature)."""
-    rows, words = len(hidden_RD), len(head.weight_VD)
-    logits_RV = torch.mm(hidden_RD, head.weight_VD.t())
+    """Log-prob and entropy [R], and s [R], of z = cap tanh((W h + b) / cap) / temperature. `slopes_RV` is filled with
+    -s d log pi / d (W h / temperature)."""
+    rows, words = len(hidden_RD), len(head_VD)
+    logits_RV = torch.mm(hidden_RD, head_VD.t())
     spare_BV = hidden_RD.new_empty(min(rows, max(1, LOGITS_IN_CACHE // words)), words) if slopes_RV is None else None
     log_prob_R, entropy_R, sum_R = (hidden_RD.new_empty(rows) for _ in range(3))
     for part in _parts(rows, words, LOGITS_IN_CACHE):
-        z_BV, target_B1 = logits_RV[part], targets_R[part, None]
-        bent_BV = _finish(z_BV, head)
-        # In place and in cache: from here on z is relative to the row's largest logit.
+        # All in place and in cache.
+        z_BV, target_B1, bent_BV = logits_RV[part], targets_R[part, None], None
+        if bias_V is not None:
+            z_BV += bias_V
+        if softcap is not None:
+            z_BV.div_(softcap).tanh_()
+            bent_BV = 1.0 - z_BV.square()  # the slope of the soft cap
+            z_BV *= softcap
+        if temperature != 1.0:
+            z_BV /= temperature
+        # From here on z is relative to the row's largest logit.
         z_BV -= z_BV.amax(dim=1, keepdim=True)
         e_BV = slopes_RV[part] if slopes_RV is not None else spare_BV[: len(z_BV)]  # type: ignore[index]
         torch.exp(z_BV, out=e_BV)
@@ -205,17 +208,3 @@ def _compute(
             if bent_BV is not None:
                 e_BV.mul_(bent_BV)
     return log_prob_R, entropy_R, sum_R
-
-
-def _finish(z_BV: Tensor, head: Head) -> Tensor | None:
-    """Make logits of products, in place; returns the slope of the soft cap, if there is one."""
-    bent_BV = None
-    if head.bias_V is not None:
-        z_BV += head.bias_V
-    if head.softcap is not None:
-        z_BV.div_(head.softcap).tanh_()
-        bent_BV = 1.0 - z_BV.square()
-        z_BV *= head.softcap
-    if head.temperature != 1.0:
-        z_BV /= head.temperature
-    return bent_BV

@@ -169,8 +169,7 @@ def split_by_budget(
             tokens += added
         else:
             batches.append([item])
-            # Costs depend on the batch: in a new one the item pays its prompt again.
-            tokens = cost([], item)
+            tokens = cost([], item)  # in a new batch the item pays its prompt again
     return batches
 
 

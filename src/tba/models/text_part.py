@@ -34,14 +34,6 @@ def text_parameters(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in text}
 
 
-def freeze_beside_text(model: PreTrainedModel) -> None:
-    """Have only the part of the model that text goes through trained and published."""
-    text = text_parameters(model)
-    for name, parameter in model.named_parameters():
-        if name not in text:
-            parameter.requires_grad_(False)
-
-
 def modules_beside_text(model: PreTrainedModel) -> list[str]:
     """Names of the layers that text does not go through."""
     if model.config.get_text_config() is model.config:

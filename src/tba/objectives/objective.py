@@ -113,7 +113,7 @@ class Objective(Section):
 
 def prompt_mean(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """Mean over the K responses of each prompt that have weight -> [P, 1]; 0 where none has."""
-    return _kept(value_PK, weight_PK).sum(dim=1, keepdim=True) / _count(weight_PK).clamp(min=1.0)
+    return _kept(value_PK, weight_PK).sum(dim=1, keepdim=True) / weight_PK.sum(dim=1, keepdim=True).clamp(min=1.0)
 
 
 def centred(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def centred(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
 
 def leave_one_out(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """value - mean of the prompt's other values = n / (n - 1) x (value - mean); 0 where there is no other."""
-    count_P1 = _count(weight_PK)
+    count_P1 = weight_PK.sum(dim=1, keepdim=True)
     factor_P1 = torch.where(count_P1 > 1, count_P1 / (count_P1 - 1).clamp(min=1.0), 0.0)
     return factor_P1 * centred(value_PK, weight_PK)
 
@@ -131,7 +131,7 @@ def leave_one_out(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
 def prompt_std(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """Unbiased standard deviation within each prompt -> [P, 1]; 0 where fewer than two have weight."""
     squares_P1 = centred(value_PK, weight_PK).square().sum(dim=1, keepdim=True)
-    return (squares_P1 / (_count(weight_PK) - 1).clamp(min=1.0)).sqrt()
+    return (squares_P1 / (weight_PK.sum(dim=1, keepdim=True) - 1).clamp(min=1.0)).sqrt()
 
 
 def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
@@ -160,10 +160,6 @@ def mean_where(value: Tensor, kept: Tensor) -> Tensor:
 def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     # Not a product: a value without weight may be NaN, and 0 x NaN is NaN.
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
-
-
-def _count(weight_PK: Tensor) -> Tensor:
-    return weight_PK.sum(dim=1, keepdim=True)
 
 
 LARGEST_LOG_RATIO = 20.0

@@ -259,7 +259,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def synchronize(self) -> None:
         """Wait until what the last step computed lies on the host."""
         if self._bus is not None:
-            self._bus.synchronize()
+            self._bus.taking.synchronize()
 
     def take(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         """Go on from the state of a checkpoint."""
@@ -293,7 +293,7 @@ class HostTransfer:
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._places = [[torch.empty(size, dtype=torch.float32, device=device) for _ in MOMENTS] for _ in range(2)]
-        self._bringing, self._taking = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._bringing, self.taking = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._here = [torch.cuda.Event(), torch.cuda.Event()]
         self._free = [torch.cuda.Event(), torch.cuda.Event()]
 
@@ -309,8 +309,8 @@ class HostTransfer:
             torch.cuda.current_stream().wait_event(self._here[place])
             yield here
             # The caller has queued its kernel by now: the way back begins when that is done.
-            self._taking.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._taking):
+            self.taking.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.taking):
                 for target, view in zip(own, here):
                     target.copy_(view, non_blocking=True)
                 self._free[place].record()
@@ -323,11 +323,8 @@ class HostTransfer:
             # An event that was never recorded holds nothing up: the first two pieces find their places free.
             self._bringing.wait_event(self._free[place])
             # What a step before has taken back, maybe of this very piece, must lie on the host.
-            self._bringing.wait_stream(self._taking)
+            self._bringing.wait_stream(self.taking)
             for view, moment in zip(views, moments):
                 view.copy_(moment, non_blocking=True)
             self._here[place].record()
         return views
-
-    def synchronize(self) -> None:
-        self._taking.synchronize()
