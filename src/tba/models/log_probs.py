@@ -2,16 +2,14 @@
 to fp32 before the soft-max, here as in the engine and the reference. On CUDA kernels do it (kernels.py), on a CPU in
 fp32 a function with a backward pass of its own.
 
-Of a small model with many words the logits are most of the work, and what is done to them beside their matrix product
-waits for memory. On a CPU logits are computed some rows at a time; each few rows go through max, exp and sums while they lie
-in the core's cache. With e = exp(z - max z) and s = sum e, both of a row:
+On a CPU logits are computed some rows at a time; each few rows go through max, exp and sums while they lie in the core's
+cache. With e = exp(z - max z) and s = sum e, both of a row:
 
     log pi(t) = z_t - max z - log s        entropy = log s - sum e (z - max z) / s
     d log pi(t) / dz = (onehot(t) - e / s)
 
 So e, with s taken off at the chosen token, is the gradient but for a factor that each row has: the backward pass is two
-matrix products with it, without any pass of its own. It is kept for that if it is small enough; otherwise it is computed
-once more. Adding up is in the dtype of the hidden states.
+matrix products with it. It is kept for that if it is small enough; otherwise it is computed once more.
 
 Axes: M tokens whose probability is wanted, R and B some of them, D hidden, V vocabulary.
 """

@@ -1,10 +1,9 @@
 """Attention over packed sequences, for any transformers model that uses the attention interface.
 
-On CUDA in half precision FlashAttention does this without padding (flash_attention.py); elsewhere as follows.
-All tokens of a micro-batch lie end to end in one row of T tokens, so no linear layer computes on padding. Only inside
-attention are they laid out in blocks: *roots* are causal sequences that start at position 0 (a prompt, or a prompt with
-its response), *branches* continue a root (a response that shares its prompt's pass with the others of its group) and see
-the root's tokens and their own past.
+On CUDA in half precision FlashAttention does this without padding (flash_attention.py); elsewhere as follows. All tokens of
+a micro-batch lie end to end in one row, so no linear layer computes on padding. Only inside attention are they laid out in
+blocks: *roots* are causal sequences that start at position 0 (a prompt), *branches* continue a root (a response that shares
+its prompt's pass with the others of its group) and see the root's tokens and their own past.
 
 Axes: T packed tokens, H heads, D head dim, R roots, B branches, L longest root, M longest branch.
 """

@@ -1,15 +1,14 @@
 """The check whether a model computes packed sequences like single ones. The trainer packs only models that pass it.
 
 Packing is exact for a model whose tokens meet in attention only, and whose attention is the one of packed_attention.py.
-Models with a recurrent or convolutional layer, with an attention of their own, or with a window that they keep to themselves
-are not, and nothing in a config says so. So each model is tried once, when it is loaded:
+Nothing in a config says so (recurrent or convolutional layers, an own attention or window), so each model is tried once:
 
 - every layer must call packed attention, with arguments that are known there;
 - log-probs must be those of plain passes over each sequence alone, of sequences longer than every window and every switch
   of rotary angles that the run can reach.
 
 The trial is in fp32, because rounding to bf16 hides what leaks, and over the first layers alone, as many as it takes to have
-one of each kind: what layers of one kind do, they do alike. So it costs little on a large model too.
+one of each kind: it costs little on a large model too.
 """
 
 from __future__ import annotations

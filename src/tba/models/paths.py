@@ -1,8 +1,5 @@
-"""model.path: it names a folder, a model of the package or a hub model. The checks here find missing ones before a model
-loads.
-
-Nothing here imports torch or transformers: a name that leads nowhere is refused at once, without the hub's retries.
-"""
+"""model.path: it names a folder, a model of the package or a hub model. Nothing here imports torch or transformers: a name
+that leads nowhere is refused at once, without the hub's retries."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The text part of a model and its longest sequence, read from its config and its modules.
-
-A model that also sees images (Gemma 3 4B and larger) has a config with one for text inside, and modules that text does not
-go through. They are left as they are: not trained, not published, without an adapter.
-"""
+"""The text part of a model and its longest sequence, read from its config and its modules. The modules of a model that also
+sees images (Gemma 3 4B and larger) are not trained, not published, and without an adapter."""
 
 from __future__ import annotations
 

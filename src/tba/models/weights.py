@@ -1,8 +1,7 @@
 """Published weights: a versioned bundle of named tensors, and the canary, which says whether the engine computes with them.
 
 A canary is a few teacher-forced tokens, whose log-probs the trainer evaluates on what it publishes and each searcher on what
-it has loaded. A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though version and
-checksum (runtime/host_copies.py) are right.
+it has loaded. It shows weights that never reach the engine though version and checksum (runtime/host_copies.py) are right.
 """
 
 from __future__ import annotations

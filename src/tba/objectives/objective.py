@@ -1,6 +1,5 @@
 """The base of objectives: settings, and a pure function of a batch and the model's outputs. Below it are the terms that
-losses share: means over the responses of a prompt, ratios to the behaviour policy, the clipped surrogate of PPO and its kin,
-and the k3 estimate of a KL divergence. A response of weight 0 counts in none of them.
+losses share. A response of weight 0 counts in none of them.
 
 Axes: P prompts, K responses per prompt, N tokens of all responses.
 """

@@ -1,7 +1,4 @@
-"""From a config to its objective. A new objective is one file, one line in OBJECTIVES and one test.
-
-Combinations of settings that make no sense are refused with an error before a model loads.
-"""
+"""From a config to its objective. A new objective is one file, one line in OBJECTIVES and one test."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The batch of a step. Targets: reward and weight of each response, reference weight, temperature. Micro-batches, packed
-under a token budget. Metrics of the batch: rewards, distance to the reference, staleness.
+"""The batch of a step: its targets, its micro-batches, packed under a token budget, and its metrics.
 
 Targets are made from stored reward components when a batch is trained, so that weights, penalties, schedules and rules may
-change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit, so that
-attention blocks have little padding and group-coupled losses need one pass only. A prompt whose responses exceed the budget
-is spread over several micro-batches.
+change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit: attention
+blocks have little padding, and group-coupled losses need one pass only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The collapse guard: the trained batches watched against their own recent past, and the answers to an alarm:
-healthy checkpoints, the warning, the stop, and the rollback (`roll_back` in loop.py).
+"""The collapse guard: the trained batches watched against their own recent past, and the answers to an alarm: healthy
+checkpoints, the warning, the stop, and the rollback (`roll_back` in loop.py).
 
-A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave the
-reference, and the reward follows. The past is raw values of healthy steps; the present is the mean of the last RECENT, so
-that one odd batch is silent, and so is a dip that is over by the time the mean shows it. A step enters the past only when it
-has left the present and nothing was suspected meanwhile: a collapse never becomes its own yardstick.
-
-Signs that a healthy run shows too are silent while the reward rises: fewer tokens, a lower entropy and a distance to the
-reference then look like learning.
+A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave
+the reference, and the reward follows. The present is the mean of the last RECENT batches, so that one odd batch is
+silent. A step enters the past only when it has left the present and nothing was suspected meanwhile. Signs that a
+healthy run shows too are silent while the reward rises: fewer tokens, a lower entropy and a distance to the reference
+then look like learning.
 """
 
 from __future__ import annotations

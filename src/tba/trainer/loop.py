@@ -1,9 +1,9 @@
 """The trainer: take in arrived groups, train an earlier batch again, sample, step, publish.
 
-It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
-groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since they are not
-generated a second time. Where searcher and trainer take turns they are removed, since they are generated again, token by
-token. They are also removed after a collapse or a resume from an earlier checkpoint, whose later policy is given up.
+It loads a checkpoint where a process resumes a run, and where a run leaves a collapse behind. The durable replay then
+holds groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again. Where searcher
+and trainer take turns they are removed, since they are generated again, token by token. They are also removed after a
+collapse or a resume from an earlier checkpoint, whose later policy is given up.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ GENTLER = 0.5
 
 @dataclass
 class Trainer:
-    """consumes: trajectory groups
-    waits for: a full batch, new responses at the replay-ratio limit (never in sync mode: its turn comes after), its disk
-    produces: weights every k steps, metrics, checkpoints
-    unblocked by: searchers
+    """consumes: trajectory groups waits for: a full batch, new responses at the replay-ratio limit (never in sync mode:
+    its turn comes after), its disk produces: weights every k steps, metrics, checkpoints unblocked by: searchers
     """
 
     config: Config

@@ -1,13 +1,11 @@
 """Distance between searchers and trainer at one version, on generated responses: `off_policy/mismatch_kl`.
 
-Tokens are chosen with the log-probs of a searcher's engine and trained with those of the trainer. At one version both should
-be the same policy; other kernels, another precision, a cache or weights that did not arrive make them two. Each response
-carries the engine's log-probs, so one more evaluation of it by the trainer, with the same version, gives their KL.
-
-Where the roles take turns, a batch is of the version that is trained, and its log_pi is there. In an asynchronous run a
-batch is older. Now and then a few responses are then scored as they arrive, if the buffers still hold the weights of their
-version. Weights may arrive in flight. A prompt that waits then keeps keys and values of older weights, although its response
-counts as one of the newer version. The figure includes this difference. observe/watches.py warns when it rises.
+At one version a searcher's engine and the trainer should be the same policy; other kernels, another precision, a cache
+or weights that did not arrive make them two. Responses carry the engine's log-probs, so one more evaluation by the
+trainer, with the same version, gives their KL. Where the roles take turns, the log_pi of a batch is at hand. In an
+asynchronous run a few responses are scored now and then as they arrive, if the buffers still hold the weights of their
+version. The figure includes keys and values of older weights that a waiting prompt kept. observe/watches.py warns when
+it rises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """AdamW over fp32 master weights, and one whose moments lie in the host's memory, for models whose optimizer state does not
 fit on their GPU.
 
-Of 7B parameters the two moments are 61 GB. They are needed once an optimizer step, each number by itself, so they travel to
-the GPU and back in pieces while the piece before is computed: two are on the GPU at a time. The arithmetic is torch's own
-fused kernel in fp32, and the numbers are those of `torch.optim.AdamW(fused=True)`. A step takes as long as the moments take
-over the bus, in both directions at once.
+Of 7B parameters the two moments are 61 GB. They travel to the GPU and back in pieces while the piece before is
+computed. The arithmetic is torch's own fused kernel in fp32: the numbers are those of `torch.optim.AdamW(fused=True)`.
+A step takes as long as the moments take over the bus, in both directions at once.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Beta is the price of a nat of KL in units of the reward. A KL is a sum over tokens and a reward is not: what a short response
 hardly feels holds a long one where it began. So the whole price, beta x KL, may be bounded (objective.max_kl_penalty).
 
-A new reference comes every so many steps and is published like weights. Stored log_ref is stale from then on. Such
-trajectories are dropped, or their log_ref is recomputed by a copy of the new reference that the trainer keeps for it; a
-batch never mixes references. A learned log Z is of the old target and begins again.
+A new reference is published like weights. Stored log_ref is stale from then on: such trajectories are dropped, or their
+log_ref is recomputed by a copy of the new reference. A batch never mixes references, and a learned log Z begins again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The state of a run as plain data: a JSON tree and named tensors, never pickle.
 
 `take_snapshot` copies the states of a run's parts at once, so that the run can go on while the copy is written. A state may
-have containers, numbers, arrays, and objects of the classes listed in SAVED. `restore` builds the same things again:
-dicts keep their order, and a random generator continues where it was. A replay buffer that was saved and restored therefore
-draws and evicts exactly as it would have done.
+have containers, numbers, arrays, and objects of the classes listed in SAVED. `restore` builds the same things again, with
+dicts in their order and random generators where they were: a restored replay buffer draws and evicts as it would have done.
 """
 
 from __future__ import annotations

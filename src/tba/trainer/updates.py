@@ -1,9 +1,8 @@
 """The updates of a step: one on the new batch, and one more on the batch of some steps ago.
 
-A batch holds more signal than one update uses, and trajectory balance can use it later. With train.second_update_after=n, a
-batch is trained a second time n steps after its first. An immediate second update would follow the noise of the first
-(notes/). Where the roles take turns, it comes before the next batch is generated. In an asynchronous run it comes before the
-next batch is waited for, and only where the trainer has to wait (trainer/loop.py)."""
+A batch holds more signal than one update uses. With train.second_update_after=n, it is trained a second time n steps after
+its first; an immediate second update would follow the noise of the first (notes/). Where the roles take turns, that comes
+before the next batch is generated, in an asynchronous run only where the trainer has to wait (trainer/loop.py)."""
 
 from __future__ import annotations
 
