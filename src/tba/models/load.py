@@ -61,8 +61,6 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model ready to train or to generate, with what belongs to it."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int
@@ -74,7 +72,6 @@ class LoadedModel:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -377,7 +374,6 @@ def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:
 
 
 def has_adapter(module: Any) -> bool:
-    """Whether a layer has a part of the adapter."""
     return ADAPTER in getattr(module, "lora_alpha", ())
 
 
@@ -496,7 +492,6 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def context_length(model_config: Any) -> int:
-    """Longest sequence in tokens that a model was made for."""
     length = stated_context(model_config)
     if length is None:
         raise ValueError(

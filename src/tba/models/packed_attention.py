@@ -55,7 +55,6 @@ class PackedLayout:
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Root and branch lengths, and the root of each branch."""
         return (
             torch.tensor(self.root_lengths, dtype=torch.long),
             torch.tensor(self.branch_lengths, dtype=torch.long),

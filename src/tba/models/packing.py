@@ -58,7 +58,6 @@ class PackedTokens:
                 yield on_device(row, self.input_ids_T.device), len(response)
 
     def expand(self, values_M: Tensor) -> Tensor:
-        """From distinct responses to all responses as given."""
         return values_M if self.copies is None else values_M[self.copies]
 
 

@@ -21,7 +21,6 @@ HUB_SECONDS = 4.0
 
 
 def resolve_path(path: str) -> str:
-    """The folder or hub name behind model.path."""
     if path in SHIPPED:
         return str(files("tba").joinpath(SHIPPED[path]))
     if path.startswith("tba:"):

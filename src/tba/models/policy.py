@@ -170,7 +170,6 @@ class PolicyModel:
 
     @property
     def heads(self) -> list[nn.Module]:
-        """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
 
     @torch.no_grad()

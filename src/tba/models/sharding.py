@@ -17,7 +17,6 @@ class Ranks:
     size = 1
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place."""
         return tensor
 
     def concatenated(self, values: Sequence[Any]) -> list[Any]:

@@ -41,12 +41,10 @@ def modules_beside_text(model: PreTrainedModel) -> list[str]:
 
 
 def name_of(model: nn.Module, module: nn.Module | None) -> str | None:
-    """The name of a module in its model."""
     return next((name for name, found in model.named_modules() if found is module), None)
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether embedding and head are one matrix."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     return head is not None and embedding is not None and head.weight is embedding.weight
 
@@ -58,7 +56,6 @@ def stated_context(model_config: Any) -> int | None:
 
 
 def kv_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
-    """Size of one token's keys and values in all layers."""
     text = model_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

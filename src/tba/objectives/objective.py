@@ -147,7 +147,6 @@ def mean_over_responses(value_PK: Tensor, batch: Batch) -> Tensor:
 
 
 def sum_where(value: Tensor, kept: Tensor) -> Tensor:
-    """Sum of the values that count; others may be NaN."""
     return torch.where(kept, value, torch.zeros_like(value)).sum()
 
 

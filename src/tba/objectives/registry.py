@@ -65,7 +65,6 @@ LARGEST_BETA = 100.0
 
 
 def refusals(config: Config, objective: Objective) -> Iterator[str]:
-    """Settings that contradict the objective."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
     needs, explore, temperature = objective.needs, config.search.explore, config.objective.target_temperature
     default_beta, reset_every = objective.beta_where_unset(generate.max_new_tokens), config.reference.reset_every

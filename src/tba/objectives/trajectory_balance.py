@@ -49,7 +49,6 @@ TrustRegion = Literal["response", "token", "taper", "none"]
 
 
 def log_z_estimates(log_pi_PK: Tensor, log_ref_PK: Tensor, reward_PK: Tensor, *, beta: float) -> Tensor:
-    """The estimate of log Z by each single response."""
     return log_ref_PK + reward_PK / beta - log_pi_PK
 
 

@@ -184,7 +184,6 @@ def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
 
 
 def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) -> MicroBatch:
-    """Pack some responses of a batch, those of a prompt together."""
     K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
     for prompt, of_prompt in groupby(responses, key=lambda response: response // K):
@@ -204,7 +203,6 @@ def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) 
 
 
 def _prompt_costs(batch: Batch, budget: Budget) -> list[int]:
-    """Packed tokens of each prompt with its responses."""
     (P, K) = batch.shape
     response_tokens = batch.lengths.view(P, K).sum(dim=1).tolist()
     copies = 1 if budget.share_prompts else K

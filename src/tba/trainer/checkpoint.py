@@ -129,7 +129,6 @@ class Checkpoints:
             self._write(step)
 
     def release(self, step: int) -> None:
-        """The guard needs a checkpoint no more."""
         self.held.discard(step)
         if step in self.extra:
             self.extra.discard(step)
@@ -238,7 +237,6 @@ class Checkpoints:
             raise errors[0]
 
     def close(self) -> None:
-        """End the writer, when it has done its work; may be called more than once."""
         try:
             self.wait()
         finally:
@@ -332,7 +330,6 @@ class Checkpoints:
 
 
 def read_state(path: Path) -> Any:
-    """States of the parts of a run in a checkpoint, as objects again."""
     tree = json.loads((path / STATE).read_text(encoding="utf-8"))
     return restore(tree, load_arrays(path / ARRAYS))
 

@@ -76,7 +76,6 @@ class Gate:
         return min(self.config.train.prompts_per_step, self.num_train_prompts)
 
     def is_open(self, trainer: Trainer) -> bool:
-        """Whether there is enough to train on."""
         return self._within_ratio(trainer) and self._full_batch(trainer)
 
     def _within_ratio(self, trainer: Trainer) -> bool:

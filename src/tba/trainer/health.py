@@ -75,8 +75,6 @@ MOST_ROLLBACKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A rule that is broken now."""
-
     rule: str
     metric: str
     value: float
@@ -150,8 +148,6 @@ class CollapseGuard:
 
 
 class View:
-    """The present beside the past, and the rules."""
-
     def __init__(self, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> None:
         self._newest = recent[-NEWEST:]
         self._now = {name: statistics.fmean([values[name] for values in recent]) for name in WATCHED}
@@ -179,7 +175,6 @@ class View:
         return self._best_reward - self._now[REWARD] > max(by, share * abs(self._best_reward))
 
     def breaches(self) -> Iterator[Breach]:
-        """The broken rules, in order."""
         now, usual, noise = self._now, self._usual, self._reward_noise[0]
         reward = f"the reward is {now[REWARD]:.3g} after {self._best_reward:.3g}"
         fell = self._reward_fell(by=FALLEN_NOISE * noise, share=FALLEN_SHARE)

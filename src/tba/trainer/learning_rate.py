@@ -62,8 +62,6 @@ VERSIONS_KEPT = 1024
 
 @dataclass
 class LearningRate:
-    """The rate in use; what it has learned is part of a checkpoint."""
-
     config: Config
     rate: float = field(init=False)
     """Rate of `auto` before it falls at the end of the run."""
@@ -166,7 +164,6 @@ class LearningRate:
         return self.at(0, progress) * math.exp(self.stiffness) if known else 0.0
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
-        """Take the rate of an update that was made."""
         self.squares += rate**2
         if of_new_batch:
             self.squares_before.append(self.squares)
@@ -198,7 +195,6 @@ class LearningRate:
         return self.squares - (newer + (lag - whole) * (older - newer))
 
     def scale_down(self, scale: float) -> None:
-        """Go on with another `scale`, at once."""
         self.rate, self.scale = self.rate * scale / self.scale, scale
 
     def state(self) -> dict[str, Any]:

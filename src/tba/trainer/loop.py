@@ -178,7 +178,6 @@ class Trainer:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether the next step samples a batch, or trains on the last one again."""
         return self.step_index % self.config.train.updates_per_batch == 0
 
     @property
@@ -222,7 +221,6 @@ class Trainer:
         self.receive_seconds += time.perf_counter() - started
 
     def add(self, group: TrajectoryGroup) -> bool:
-        """Store a group; False where it came before."""
         new = self._add_to_buffer(group)  # first: what it refuses as wrong is not written either
         if self.durable is not None:
             self.durable.append(group, step=self.step_index)
@@ -238,7 +236,6 @@ class Trainer:
         return new
 
     def _count(self, group: TrajectoryGroup) -> None:
-        """Close the rollout of this group in the prompt queue."""
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
@@ -282,7 +279,6 @@ class Trainer:
         return time.perf_counter() - started
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one."""
         self.checkpoints.save(self.step_index)
         self.recorder.saved(self.step_index, self.checkpoints.wait)
 

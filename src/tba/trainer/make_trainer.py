@@ -37,8 +37,6 @@ from tba.types import ResponseCounts, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """The parts that own the loaded model. From here on its weights change with every step."""
-
     train_step: TrainStep
     rescorer: Scorer | None
     """A copy of the reference, where stored log_ref is recomputed at resets."""

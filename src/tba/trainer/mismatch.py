@@ -41,8 +41,6 @@ def mismatch_of_batch(batch: Batch, log_pi_N: Tensor, *, step: int) -> float | N
 
 @dataclass
 class MismatchProbe:
-    """Measures the distance on responses that arrive, every few steps."""
-
     policy: PolicyModel
     temperature: float
     """Sampling temperature of the policy in training."""
@@ -55,7 +53,6 @@ class MismatchProbe:
     """Log-probs of the responses scored since then: the engine's and the trainer's."""
 
     def look(self, group: TrajectoryGroup, *, step: int) -> None:
-        """Score what is of use in a group, if that is due."""
         if step < self._due:
             return
         columns = columns_of(group)

@@ -109,7 +109,6 @@ class MasterAdamW:
         return norm
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start Adam's moments of these parameters anew, as after they were given other values."""
         # A transfer on its way would write into what is dropped here.
         self._synchronize()
         forgotten = {id(parameter) for parameter in parameters}
@@ -119,7 +118,6 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Move the weights and drop the gradients."""
         # The policy is the first group, heads are the second.
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
@@ -229,7 +227,6 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the parameters that have gradients."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -256,12 +253,10 @@ class OffloadedAdamW(torch.optim.AdamW):
                 self.state[parameter]["step"] += 1
 
     def synchronize(self) -> None:
-        """Wait until what the last step computed lies on the host."""
         if self._bus is not None:
             self._bus.taking.synchronize()
 
     def take(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Go on from the state of a checkpoint."""
         self.state[parameter] = self._new_state(parameter)
         for name, value in self.state[parameter].items():
             value.copy_(state[name])

@@ -54,8 +54,6 @@ class Beta:
 
 @dataclass
 class ReferenceResets:
-    """The trainer's resets of its reference."""
-
     every: int
     """Number of optimizer steps between two resets."""
     publisher: WeightPublisher
@@ -74,7 +72,6 @@ class ReferenceResets:
     """The reference on the CPU, for checkpoints; None = it is still the start model."""
 
     def reset_if_due(self, weights: Weights) -> bool:
-        """Make `weights` the reference if it is their turn."""
         if weights.version % self.every:
             return False
         self.version = weights.version

@@ -43,8 +43,6 @@ class RankLost(RuntimeError):
 
 
 class ConnectedRanks(Ranks):
-    """Several ranks, joined by torch.distributed."""
-
     def __init__(self, *, device: torch.device, control: dist.ProcessGroup) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         from torch.distributed.device_mesh import init_device_mesh  # takes long to import
@@ -132,8 +130,6 @@ def connected(
 
 
 class ShardedTrainStep(TrainStep):
-    """A TrainStep whose model is spread over ranks."""
-
     ranks: ConnectedRanks
 
     # Methods of rank 0. Each sends its command to the other ranks, which do their part.
@@ -165,7 +161,6 @@ class ShardedTrainStep(TrainStep):
         return not self.ranks.lost and self._lead("all_finite")
 
     def state(self) -> dict[str, Tensor]:
-        """State of the optimizer, of all ranks."""
         return self._lead("optimizer_state")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
