@@ -24,8 +24,7 @@ from torch import Tensor
 
 from tba.types import on_device
 
-LARGEST_HEAD, OLDEST = 256, (8, 0)
-"""Head size, and oldest compute capability, that has the kernels: Ampere."""
+LARGEST_HEAD, OLDEST = 256, (8, 0)  # head size, and oldest compute capability, that has the kernels: Ampere
 MOST_GATHERED = 4
 """Largest number of gathered keys per token. Reading and writing a gathered key and its gradients for every query head costs
 about a third of what computing a query's two parts apart and merging them does."""
@@ -38,16 +37,13 @@ class Sizes(NamedTuple):
     Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
     """
 
-    gathered: int
-    """Number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts."""
+    gathered: int  # number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts
     root_tokens: int
-    longest_query: int = 0
-    """Largest number of queries of one sequence."""
+    longest_query: int = 0  # largest number of queries of one sequence
     longest_key: int = 0
     longest_root: int = 0
     longest_branch: int = 0
-    most_queries: int = 0
-    """Largest number of branch tokens of one root."""
+    most_queries: int = 0  # largest number of branch tokens of one root
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -67,16 +63,11 @@ class Places(NamedTuple):
     first=[0, 3, 6, 9, 10, 11, 12], copies=[0, 3, 8, 1, 4, 9, 2, 5, 10, 6, 7, 11], queries_of_root=[])
     """
 
-    queries: Any
-    """Cumulated lengths of all sequences, roots and then branches; in parts those of the roots alone."""
-    keys: Any
-    """Cumulated numbers of keys that these sequences see; in parts the cumulated lengths of the branches."""
-    gathered: Any
-    """Token that each gathered key is of."""
-    first: Any
-    """[T + 1]: where the copies of each token begin in `copies`."""
-    copies: Any
-    """Places of the tokens among the gathered keys, token after token."""
+    queries: Any  # cumulated lengths of all sequences, roots and then branches; in parts those of the roots alone
+    keys: Any  # cumulated numbers of keys that these sequences see; in parts the cumulated lengths of the branches
+    gathered: Any  # token that each gathered key is of
+    first: Any  # [T + 1]: where the copies of each token begin in `copies`
+    copies: Any  # places of the tokens among the gathered keys, token after token
     queries_of_root: Any
     """Cumulated lengths, in parts, of all branch tokens of a root as one sequence: they lie side by side."""
 
@@ -86,10 +77,8 @@ class FlashPlan:
     """How FlashAttention computes packed sequences. All places are one tensor: one copy to the device, and no tensor
     whose size depends on the layout, for which torch.compile would compile again."""
 
-    places: Tensor
-    """The tensors of `Places` one after the other, on the device."""
-    sizes: Tensor
-    """Numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU."""
+    places: Tensor  # the tensors of `Places` one after the other, on the device
+    sizes: Tensor  # numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU
     is_in_parts: bool
     """Whether roots and branches are computed apart: a sliding window that cuts across both has no place in either part."""
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from tba.types import on_device
 
-BLOCK = CHUNK = 4096
-"""Number of elements that one program adds, and of logits that one program reads at once."""
+BLOCK = CHUNK = 4096  # number of elements that one program adds, and of logits that one program reads at once
 ALIGNMENT = 16
 """Bytes that addresses and lengths of the sums are multiples of, so that they are read and written in wide pieces."""
 

@@ -52,8 +52,7 @@ ADAPTER, ADAPTER_FILES = "default", ("adapter_model.safetensors", "adapter_model
 """Name of the LoRA adapter, as PEFT calls it, and files of which it has one."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer has one; some families have others."""
-UNPACKED = ("mxfp4", "fp8", "compressed-tensors")
-"""Ways of quantizing that transformers undoes when it loads."""
+UNPACKED = ("mxfp4", "fp8", "compressed-tensors")  # ways of quantizing that transformers undoes when it loads
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that are what they stand for, as safetensors calls them."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -63,8 +62,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    context: int
-    """Longest sequence in tokens, prompt and response together."""
+    context: int  # longest sequence in tokens, prompt and response together
 
     @property
     def num_parameters(self) -> int:

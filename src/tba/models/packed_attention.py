@@ -38,8 +38,7 @@ class PackedLayout:
     branch_lengths: Sequence[int] = ()
     branch_roots: Sequence[int] = ()
     device: torch.device
-    longest: int = field(init=False)
-    """Largest number of tokens that a token may see, itself included."""
+    longest: int = field(init=False)  # largest number of tokens that a token may see, itself included
     flash_plan: FlashPlan = field(init=False)
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 

@@ -28,10 +28,8 @@ from tba.models.packed_attention import NAME, packed_attention
 from tba.models.packing import PackedTokens, pack
 from tba.models.text_part import switch_length, trunk_of
 
-FEWEST_LAYERS = 2
-"""Least number of layers tried: what leaks in the first shows in what the second makes of it."""
-SHORT_TOKENS = 24
-"""Length of the longest sequence tried where no window asks for more."""
+FEWEST_LAYERS = 2  # least number of layers tried: what leaks in the first shows in what the second makes of it
+SHORT_TOKENS = 24  # length of the longest sequence tried where no window asks for more
 SCORED_TOKENS = 8
 """Number of tokens of the longest response tried; a longer sequence has a longer prompt, whose logits are not needed."""
 LARGEST_SHARE = 4e-5

@@ -37,14 +37,10 @@ class PackedTokens:
     input_ids_T: Tensor
     positions_T: Tensor
     layout: PackedLayout
-    predict_M: Tensor
-    """Index in T of the hidden state that predicts each response token."""
-    targets_M: Tensor
-    """The response tokens, distinct responses in the order they first occur."""
-    prompt_spans: tuple[tuple[int, int], ...]
-    """Place of each prompt, once: (first index in T, length)."""
-    prompts: tuple[Tensor, ...]
-    """The prompts as they were given."""
+    predict_M: Tensor  # index in T of the hidden state that predicts each response token
+    targets_M: Tensor  # the response tokens, distinct responses in the order they first occur
+    prompt_spans: tuple[tuple[int, int], ...]  # place of each prompt, once: (first index in T, length)
+    prompts: tuple[Tensor, ...]  # the prompts as they were given
     responses: tuple[tuple[Tensor, ...], ...]
     """The distinct responses of each prompt; their tokens one after the other are `targets_M`."""
     copies: Tensor | None = None

@@ -14,10 +14,8 @@ SHIPPED = {
     "tba:tools": "tasks/environments/start_model",
 }
 """Models inside the package, by the name used for model.path."""
-LFS_POINTER = b"version https://git-lfs"
-"""Beginning of what a clone without git-lfs has in the place of a large file."""
-HUB_SECONDS = 4.0
-"""Deadline for the hub to say whether it has a model."""
+LFS_POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lfs has in the place of a large file
+HUB_SECONDS = 4.0  # deadline for the hub to say whether it has a model
 
 
 def resolve_path(path: str) -> str:

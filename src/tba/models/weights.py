@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from tba.types import Weights
 
-CANARY_TOKENS = 64
-"""Number of teacher-forced tokens of the canary."""
-SAFETY_FACTOR = 5.0
-"""Tolerance divided by the gap at version 0, where both sides surely hold the same weights."""
+CANARY_TOKENS = 64  # number of teacher-forced tokens of the canary
+SAFETY_FACTOR = 5.0  # tolerance divided by the gap at version 0, where both sides surely hold the same weights
 SMALLEST_GAP, LARGEST_FIRST_GAP = 1e-5, 0.1
 """Least gap assumed at version 0, in nats per token (two fp32 implementations may agree by luck), and the largest that may
 be rounding: beyond it the engine computes something else."""
@@ -81,8 +79,7 @@ class CanaryCheck:
     """
 
     def __init__(self) -> None:
-        self.tolerance = 0.0
-        """Largest gap allowed, in nats per token; set at the first check."""
+        self.tolerance = 0.0  # largest gap allowed, in nats per token; set at the first check
 
     def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
         """Raise unless `computed` is the canary of the published weights; returns the gap."""

@@ -20,13 +20,11 @@ from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.objective import centred
 from tba.types import Batch, Forward, Totals, on_device, total_reward
 
-ROUNDING = 1e-6
-"""Largest difference of rewards, as a share of the largest, that is rounding."""
+ROUNDING = 1e-6  # largest difference of rewards, as a share of the largest, that is rounding
 ROUNDING_DRIFT, LEAST_EXACT = 0.016, 0.3
 """Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart (mean |difference|), and
 the share of a drift in bf16 that is no rounding, at least."""
-LEAST_SIZE = 1e-4
-"""Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
+LEAST_SIZE = 1e-4  # below this size drift is the rounding of an engine, or all rewards of every prompt are the same
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
@@ -72,12 +70,9 @@ class Budget:
 class MicroBatch:
     """Some responses of a batch, packed: MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])"""
 
-    responses: Tensor
-    """int64, those of a prompt together and in order."""
-    tokens_N: Tensor
-    """int64: where the packed targets lie in the batch's N."""
-    prompts: Tensor
-    """int64: the prompts these responses belong to, in their order."""
+    responses: Tensor  # int64, those of a prompt together and in order
+    tokens_N: Tensor  # int64: where the packed targets lie in the batch's N
+    prompts: Tensor  # int64: the prompts these responses belong to, in their order
     begins: Tensor
     """bool: whether a prompt's first response is among them. What belongs to a prompt is counted there, once."""
     packed: PackedTokens

@@ -41,8 +41,7 @@ from tba.trainer.state import Stateful, restore, take_snapshot
 logger = logging.getLogger("tba")
 
 OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
-OWN = ("pinned", "held", "extra", "best")
-"""Fields of a checkpoint about the checkpoints themselves."""
+OWN = ("pinned", "held", "extra", "best")  # fields of a checkpoint about the checkpoints themselves
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -59,26 +58,20 @@ class Checkpoints:
     tokenizer: PreTrainedTokenizerBase
     optimizer: Stateful
     heads: Sequence[nn.Module]
-    parts: Mapping[str, Stateful]
-    """Other parts that are saved and restored, by name."""
-    keep: int
-    """0 = none is written."""
+    parts: Mapping[str, Stateful]  # other parts that are saved and restored, by name
+    keep: int  # 0 = none is written
     failures: WriteFailures = field(default_factory=WriteFailures)
     """Takes down what could not be written: the disk may be full for a while, and training goes on."""
-    seed: int = 0
-    """Seed of the run, written to trainer.json."""
+    seed: int = 0  # seed of the run, written to trainer.json
     gather_weights: Callable[[], dict[str, Tensor]] | None = None
     """Makes copies of the model's tensors, by name, where they are spread over ranks; None = the model has them."""
-    pinned: int | None = field(default=None, init=False)
-    """Step whose checkpoint stays, whatever its age."""
+    pinned: int | None = field(default=None, init=False)  # step whose checkpoint stays, whatever its age
     held: set[int] = field(default_factory=set, init=False)
     """Steps whose checkpoints stay as long as the collapse guard wants them."""
     extra: set[int] = field(default_factory=set, init=False)
     """Steps that were saved for the guard alone. They do not count in `keep`."""
-    best: tuple[int, float] | None = field(default=None, init=False)
-    """Step and score of the best evaluation so far."""
-    _saved: int | None = field(default=None, init=False)
-    """Step of the newest regular checkpoint of this process."""
+    best: tuple[int, float] | None = field(default=None, init=False)  # step and score of the best evaluation so far
+    _saved: int | None = field(default=None, init=False)  # step of the newest regular checkpoint of this process
     _saved_best: int | None = field(default=None, init=False)
     """Step of the best evaluation in the newest regular checkpoint: a run resumed there needs its weights."""
     _evaluated: set[int] = field(default_factory=set, init=False)

@@ -27,13 +27,11 @@ class Gate:
 
     config: Config
     row: RoleCounters
-    num_train_prompts: int
-    """A task may have fewer prompts than a step takes; they then repeat within a step."""
+    num_train_prompts: int  # a task may have fewer prompts than a step takes; they then repeat within a step
     asked_to_stop: Callable[[], bool]
     progress: Callable[[], float] = lambda: 0.0
     """A number that changes while searchers work: deadlines count only while it does not."""
-    heartbeats: Callable[[], Mapping[str, float]] = dict
-    """For each searcher a number that changes while it lives."""
+    heartbeats: Callable[[], Mapping[str, float]] = dict  # for each searcher a number that changes while it lives
 
     def wait(self, trainer: Trainer) -> float:
         """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""

@@ -31,8 +31,7 @@ LENGTH, CLIPPED = "completions/mean_length", "completions/clipped_ratio"
 ENTROPY, REWARD, KL = "entropy", "reward", "kl"
 WATCHED = (LENGTH, CLIPPED, ENTROPY, REWARD, KL)
 
-RECENT, PAST = 8, 80
-"""Number of batches whose mean is the present, and most healthy batches that the past holds."""
+RECENT, PAST = 8, 80  # number of batches whose mean is the present, and most healthy batches that the past holds
 FIRST_PAST, SETTLED_PAST = 16, 40
 """Number of healthy batches before anything is judged, and before small signs are: KL starts at 0 and has no usual value
 yet, and stale data make some runs dip at first."""
@@ -41,19 +40,16 @@ PERSISTENCE, RECOVERY = 3, 10
 NEWEST, BACK = 2, 0.5
 """A breach is over if the last NEWEST batches have left at most this share of the way back to the healthy values."""
 
-SHORT, LONG = 1 / 3, 3.0
-"""Length, as a factor of the past one, below or above which responses have shrunk or grown."""
+SHORT, LONG = 1 / 3, 3.0  # length, as a factor of the past one, below or above which responses have shrunk or grown
 MOSTLY_CLIPPED, CLIPPED_RISE = 0.5, 0.25
 """Share of cut-off responses that is too many, and the part of it that must be new."""
-FLAT, WILD = 1 / 5, 3.0
-"""Entropy, as a factor of the past one, below or above which it counts as a sign."""
+FLAT, WILD = 1 / 5, 3.0  # entropy, as a factor of the past one, below or above which it counts as a sign
 KL_NATS, KL_TIMES, KL_NOISE, KL_TIMES_HIGHEST = 0.5, 1.5, 4.0, 1.1
 """Distance to the reference that counts beside a fall of the reward: nats beyond the usual one, as a factor of that, in
 noise of one batch, and as a factor of the highest (with stale weights distance and reward may swing again and again)."""
 FALLEN_NOISE, FALLEN_SHARE = 1.5, 0.05
 """Fall of the reward that counts beside another sign: in noise of one batch, and as a share of its best."""
-RISEN_NOISE = 0.5
-"""Rise of the reward, in noise of one batch, with which short or cut-off responses are no sign."""
+RISEN_NOISE = 0.5  # rise of the reward, in noise of one batch, with which short or cut-off responses are no sign
 FAR_NOISE, FAR_SHARE, FIRST_FAR_SHARE = 3.0, 0.25, 0.5
 """Fall of the reward that counts alone: in noise of one batch, as a share of its best, and that share before the past is
 settled."""
@@ -67,20 +63,16 @@ ADVICE = {
     "reward": f"{MEND}; look at samples.jsonl for what the policy says now.",
 }
 
-LEAST_EVERY = 20
-"""Steps between healthy checkpoints, at least."""
-MOST_ROLLBACKS = 2
-"""A run that collapses again at a quarter of its learning rate has another trouble than the rate."""
+LEAST_EVERY = 20  # steps between healthy checkpoints, at least
+MOST_ROLLBACKS = 2  # a run that collapses again at a quarter of its learning rate has another trouble than the rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
     rule: str
     metric: str
-    value: float
-    """Mean of the last RECENT batches."""
-    healthy: float
-    """Median of the past; for the reward, its best."""
+    value: float  # mean of the last RECENT batches
+    healthy: float  # median of the past; for the reward, its best
     message: str
 
 
@@ -88,10 +80,8 @@ class Breach:
 class Alarm(Breach):
     """A breach that lasted. Its `message` is whole sentences that end with what to try."""
 
-    step: int
-    """Step at which the alarm was raised."""
-    since: int
-    """First step of the batches that broke the rule: a checkpoint from before it is not of the collapse."""
+    step: int  # step at which the alarm was raised
+    since: int  # first step of the batches that broke the rule: a checkpoint from before it is not of the collapse
 
 
 class CollapseGuard:
@@ -103,8 +93,7 @@ class CollapseGuard:
         self._streaks: dict[str, tuple[int, int]] = {}
         """Of each rule that is broken now the first step that counted, and the number of batches in a row."""
         self._quiet = 0
-        self.alarm: Alarm | None = None
-        """The one that lasts; None = healthy."""
+        self.alarm: Alarm | None = None  # the one that lasts; None = healthy
 
     def state(self) -> dict[str, Any]:
         return {**vars(self), "alarm": None if self.alarm is None else vars(self.alarm)}
@@ -261,8 +250,7 @@ class Health:
     recorder: Recorder
     checkpoints: Checkpoints
     guard: CollapseGuard = field(default_factory=CollapseGuard, init=False)
-    alarm: Alarm | None = field(default=None, init=False)
-    """The one that lasts."""
+    alarm: Alarm | None = field(default=None, init=False)  # the one that lasts
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm. It comes before any checkpoint

@@ -37,16 +37,14 @@ from typing import Any
 
 from tba.config import Config
 
-START = 1e-6
-"""Rate of the first update before its scale is known: so low that it harms no model."""
+START = 1e-6  # rate of the first update before its scale is known: so low that it harms no model
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """The signal before the first batch shows it, and the least. It is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
 asks for is noise (one_family: .92 instead of .98). In a run of few steps that noise costs less than what is not reached."""
-MOST_DRIFT = 2.0
-"""Nats that the policy may have moved since a response that is trained was begun."""
+MOST_DRIFT = 2.0  # nats that the policy may have moved since a response that is trained was begun
 FIRST_STEPS = 8
 """Steps in which the first drift is waited for. A policy that has not moved by then is not learning."""
 LAST_PART, LEAST_DECAY = 0.5, 0.1
@@ -56,15 +54,13 @@ STEPS, MOST_HORIZON = 200, 5.0
 """Steps of a run for which train.target_drift holds, and the largest factor for shorter and longer runs."""
 RISE, MEMORY = 2.0, 32
 """Largest factor by which the rate rises from one step to the next, and largest number of batches in an average."""
-VERSIONS_KEPT = 1024
-"""Number of versions whose rates are remembered; what is older counts as of the oldest."""
+VERSIONS_KEPT = 1024  # number of versions whose rates are remembered; what is older counts as of the oldest
 
 
 @dataclass
 class LearningRate:
     config: Config
-    rate: float = field(init=False)
-    """Rate of `auto` before it falls at the end of the run."""
+    rate: float = field(init=False)  # rate of `auto` before it falls at the end of the run
     stiffness: float = field(init=False, default=math.nan)
     """Log of the drift in nats that one update of rate 1 would make; NaN = not measured yet."""
     signal: float = field(init=False, default=USUAL_SIGNAL)
@@ -73,8 +69,7 @@ class LearningRate:
     batches: int = field(init=False, default=0)
     squares: float = field(init=False, default=0.0)
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
-    squares_before: deque[float] = field(init=False)
-    """The same before each of the last versions, the newest last."""
+    squares_before: deque[float] = field(init=False)  # the same before each of the last versions, the newest last
     own_factor: float = field(init=False, default=1.0)
     """How many times as far the first update moved its own batch as new responses."""
     horizon_factor: float = field(init=False, default=1.0)

@@ -41,8 +41,7 @@ from tba.types import Batch, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
-GENTLER = 0.5
-"""Factor of the learning rate with each rollback."""
+GENTLER = 0.5  # factor of the learning rate with each rollback
 
 
 @dataclass
@@ -64,28 +63,22 @@ class Trainer:
     updates: Updates
     prompt_queue: PromptQueue
     counts: ResponseCounts
-    references: ReferenceResets | None = None
-    """Makes the policy the reference now and then; None = it never does."""
-    health: Health | None = None
-    """Watches for a collapse; None with observe.on_collapse=off."""
-    durable: GroupStore | None = None
-    """Writes accepted groups to disk; None with replay.durability=off."""
+    references: ReferenceResets | None = None  # makes the policy the reference now and then; None = it never does
+    health: Health | None = None  # watches for a collapse; None with observe.on_collapse=off
+    durable: GroupStore | None = None  # writes accepted groups to disk; None with replay.durability=off
     probe: MismatchProbe | None = None
     """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
-    gate: Gate | None = None
-    """Holds a step back until there is enough to train on; None where the roles take turns."""
+    gate: Gate | None = None  # holds a step back until there is enough to train on; None where the roles take turns
     restart_searchers: Callable[[Mapping[str, int]], None] | None = None
     """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
-    receive_seconds: float = field(default=0.0, init=False)
-    """Time `receive` took since the last step."""
+    receive_seconds: float = field(default=0.0, init=False)  # time `receive` took since the last step
     lost: set[str] = field(default_factory=set, init=False)
     """Ids of prompts whose last rollout brought no response: every one was lost to its reward."""
     fresh_rewards: list[float] = field(default_factory=list, init=False)
     """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
-    fresh_reward: float = field(default=math.nan, init=False)
-    """Their mean; where none came, that of the step before."""
+    fresh_reward: float = field(default=math.nan, init=False)  # their mean; where none came, that of the step before
     spare: SpareTime = field(default_factory=SpareTime, init=False)
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights at the end of a step."""

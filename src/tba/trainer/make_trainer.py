@@ -38,8 +38,7 @@ from tba.types import ResponseCounts, Weights
 @dataclass(frozen=True, kw_only=True)
 class Learner:
     train_step: TrainStep
-    rescorer: Scorer | None
-    """A copy of the reference, where stored log_ref is recomputed at resets."""
+    rescorer: Scorer | None  # a copy of the reference, where stored log_ref is recomputed at resets
 
 
 def make_learner(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> Learner:

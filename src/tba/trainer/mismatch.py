@@ -22,8 +22,7 @@ from tba.models.weights import kl_estimate
 from tba.runtime.columns import columns_of
 from tba.types import Batch, TrajectoryGroup, Weights
 
-LEAST_TOKENS = 64
-"""Tokens below which an estimate says too little."""
+LEAST_TOKENS = 64  # tokens below which an estimate says too little
 ENOUGH_TOKENS, EVERY_STEPS = 128, 20
 """Tokens that are scored for one measurement of an asynchronous run, and optimizer steps between two. Each response costs
 the trainer a forward pass, in the quickstart run 13 ms on a busy core: 1% of its time."""
@@ -42,13 +41,11 @@ def mismatch_of_batch(batch: Batch, log_pi_N: Tensor, *, step: int) -> float | N
 @dataclass
 class MismatchProbe:
     policy: PolicyModel
-    temperature: float
-    """Sampling temperature of the policy in training."""
+    temperature: float  # sampling temperature of the policy in training
     published: Callable[[int], Weights | None]
     """The weights of a version as searchers got them, as long as they are kept."""
     every: int = EVERY_STEPS
-    _due: int = field(default=0, init=False)
-    """Step from which on responses are scored again."""
+    _due: int = field(default=0, init=False)  # step from which on responses are scored again
     _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list, init=False)
     """Log-probs of the responses scored since then: the engine's and the trainer's."""
 

@@ -22,8 +22,7 @@ from tba.runtime.channels import WeightPublisher
 from tba.runtime.columns import columns_of
 from tba.types import TrajectoryGroup, Weights
 
-KL_STEPS = 8
-"""Steps that the mean KL to the reference is over."""
+KL_STEPS = 8  # steps that the mean KL to the reference is over
 
 
 @dataclass
@@ -31,8 +30,7 @@ class Beta:
     """Beta of each step: what the config says, and less where the KL would cost more than objective.max_kl_penalty."""
 
     config: Config
-    kl: float = field(default=0.0, init=False)
-    """Mean over the last steps of the KL to the reference, nats per response."""
+    kl: float = field(default=0.0, init=False)  # mean over the last steps of the KL to the reference, nats per response
 
     def at(self, step: int, progress: float) -> float:
         """For optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
@@ -54,20 +52,15 @@ class Beta:
 
 @dataclass
 class ReferenceResets:
-    every: int
-    """Number of optimizer steps between two resets."""
-    publisher: WeightPublisher
-    """Where searchers get the new reference from."""
+    every: int  # number of optimizer steps between two resets
+    publisher: WeightPublisher  # where searchers get the new reference from
     replay: ReplayBuffer
     temperature: float
-    scorer: Scorer | None = None
-    """Recomputes log_ref; None = what an earlier reference scored is dropped."""
-    on_reset: Callable[[], None] = lambda: None
-    """Called at a reset: what was learned about the old target starts anew."""
+    scorer: Scorer | None = None  # recomputes log_ref; None = what an earlier reference scored is dropped
+    on_reset: Callable[[], None] = lambda: None  # called at a reset: what was learned about the old target starts anew
     start: Weights | None = None
     """The start model on the CPU, where a run may go back to before the first reset (observe.on_collapse=rollback)."""
-    version: int = 0
-    """Version of the weights that are the reference."""
+    version: int = 0  # version of the weights that are the reference
     _weights: Weights | None = field(default=None, init=False)
     """The reference on the CPU, for checkpoints; None = it is still the start model."""
 

@@ -48,10 +48,8 @@ class ConnectedRanks(Ranks):
         from torch.distributed.device_mesh import init_device_mesh  # takes long to import
 
         self.mesh = init_device_mesh(device.type, (self.size,))
-        self.lost = False
-        """Whether one of them has ended or does not answer: nothing more can be done together."""
-        self._control = control
-        """Group in which ranks wait for commands."""
+        self.lost = False  # whether one of them has ended or does not answer: nothing more can be done together
+        self._control = control  # group in which ranks wait for commands
 
     def sum_(self, tensor: Tensor) -> Tensor:
         with as_rank_lost():

@@ -42,16 +42,14 @@ from tba.trainer.batch import (
 from tba.trainer.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss, Weights
 
-MEASURED_RESPONSES = 32
-"""Responses whose change by an update is measured."""
+MEASURED_RESPONSES = 32  # responses whose change by an update is measured
 TRIALS, NEAR, MOST_STRETCH, LEAST_UPDATE_DRIFT = 4, 0.25, 30.0, 1e-6
 """Lengths of the first update that are tried at most, the log of a factor that needs no other, the largest factor, and the
 nats that a first update moves log_pi by at least, where it follows a gradient."""
 LEAST_WORK = 2e9
 """Floating-point operations of a full micro-batch, forward and backward, below which one thread computes all of them. Here
 two workers cost as much processor time as one (0.2M parameters, 1,024 tokens); below, they mostly wait for Python's lock."""
-MOST_PENDING = 4 * 2**30
-"""Bytes of the gradients that workers have in their hands: large models have fewer workers."""
+MOST_PENDING = 4 * 2**30  # bytes of the gradients that workers have in their hands: large models have fewer workers
 
 Piece = TypeVar("Piece")
 Found = TypeVar("Found")
@@ -66,8 +64,7 @@ class StepResult:
     """StepResult(metrics={"loss": 0.31, "grad_norm": 1.2}, outputs=Forward(...))"""
 
     metrics: Mapping[str, float]
-    outputs: Forward
-    """Outputs of the model for the whole batch before the update, without gradients."""
+    outputs: Forward  # outputs of the model for the whole batch before the update, without gradients
 
     @property
     def entropy(self) -> float:
@@ -98,16 +95,14 @@ class TrainStep:
             budget = replace(budget, share_prompts=False)
         self.budget = budget
         self.temperature = temperature
-        self._passed: tuple[Batch, StepResult] | None = None
-        """The batch whose gradients wait for their update."""
+        self._passed: tuple[Batch, StepResult] | None = None  # the batch whose gradients wait for their update
         # Models that switch rotary angles by length do so in a buffer, which passes would share.
         side_by_side = policy.device.type == "cpu" and ranks.size == 1 and policy.packed and policy.switch is None
         size = policy.model.num_parameters()
         workers = min(workers, MOST_PENDING // (size * policy.model.dtype.itemsize))
         work = 6.0 * size * budget.max_tokens
         self._workers = Workers(workers) if side_by_side and workers > 1 and work >= LEAST_WORK else None
-        self.moved = False
-        """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
+        self.moved = False  # whether the optimizer has begun to move weights in a step that its caller has not finished
 
     def weights(self, version: int) -> Weights:
         """The weights that train, as they are now, to be published as this version."""
@@ -332,8 +327,7 @@ class TrainStep:
             yield found
 
 
-TRAINED = ("log_pi_N", "values_N", "log_z_P")
-"""Parts of Forward that gradients go through."""
+TRAINED = ("log_pi_N", "values_N", "log_z_P")  # parts of Forward that gradients go through
 
 
 def _put_together(batch: Batch, computed: Iterable[tuple[Forward, MicroBatch]], ranks: Ranks) -> Forward:

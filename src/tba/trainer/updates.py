@@ -24,8 +24,7 @@ from tba.trainer.reference import Beta
 from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
-RECENT, LATE = 8, 0.1
-"""Batches that are looked at, and the share of an update's seconds that makes one late."""
+RECENT, LATE = 8, 0.1  # batches that are looked at, and the share of an update's seconds that makes one late
 
 
 @dataclass
@@ -34,8 +33,7 @@ class SpareTime:
     are all there in time is the bottleneck, and a second update would cost it a new batch."""
 
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
-    step_seconds: float = 0.0
-    """Of the last update on a new batch."""
+    step_seconds: float = 0.0  # of the last update on a new batch
 
     @property
     def is_enough(self) -> bool:
@@ -54,21 +52,17 @@ class Updates:
     train_step: TrainStep
     rate: LearningRate
     beta: Beta
-    folder: Path
-    """Where a batch is saved that cannot be trained on."""
-    clock: TrainingClock | None = None
-    """Tells how many steps a run of limited time will have."""
+    folder: Path  # where a batch is saved that cannot be trained on
+    clock: TrainingClock | None = None  # tells how many steps a run of limited time will have
     trained_once: deque[Batch] = field(init=False)
     """The last batches, the oldest first, at most as many as there are steps between the two updates."""
-    reward_unit: float = field(init=False)
-    """Divisor of rewards (objective.reward_unit)."""
+    reward_unit: float = field(init=False)  # divisor of rewards (objective.reward_unit)
 
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
         given = self.config.objective.reward_unit
         self.reward_unit = given if isinstance(given, float) else 1.0
-        self._spread = 0.0
-        """Largest spread of rewards within prompts so far."""
+        self._spread = 0.0  # largest spread of rewards within prompts so far
 
     def first(self, batch: Batch, *, step: int, progress: float) -> StepResult:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
