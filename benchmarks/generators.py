@@ -1,6 +1,6 @@
 """Generators of reasoning-gym, learned from start models that are made on the spot.
 
-    python benchmarks/generators.py [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
+    python -m benchmarks.generators [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
 
 A start model is a small Llama that was trained for a few hundred steps on the generator's own problems with flawed answers.
 Then `tba train task.name=reasoning_gym:NAME` runs with defaults for so many steps, or seconds where these end first. The
