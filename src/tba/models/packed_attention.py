@@ -158,12 +158,9 @@ def packed_attention(
     if unknown or is_causal is False:
         raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    if s_aux is None and packed_layout.fits_flash(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling, sliding_window)
-    else:
-        attended = _attend_outside(
-            q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
-        )
+    attended = attend_packed(
+        q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
+    )
     return attended[None], None
 
 
@@ -179,27 +176,8 @@ def attend_packed(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if sinks_H is None and layout.fits_flash(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        return _attend_flash(q_THD, k_THD, v_THD, layout, scaling, window)
-    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
-    states, options = (q_THD, k_THD, v_THD), (scaling, softcap, sinks_H)
-    blocks = [_attend(*states, layout.root_index_RL, layout.root_index_RL, layout.root_mask(window), *options)]
-    if layout.branch_lengths:
-        mask = layout.branch_mask(window)
-        blocks.append(_attend(*states, layout.branch_index_BM, layout.branch_key_index, mask, *options))
-    # Padding is dropped by not being picked.
-    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return rows.index_select(0, layout.unpack_T)
-
-
-_attend_outside = torch.compiler.disable(attend_packed)
-"""Attention outside of compiled graphs. Lengths and masks are plain Python: a compiled layer stops here and
-goes on after."""
-
-
-def _attend_flash(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
-) -> Tensor:
+    if sinks_H is not None or not layout.fits_flash(window) or not can_use_flash(q_THD, v_THD, softcap=softcap):
+        return _attend_in_blocks(q_THD, k_THD, v_THD, layout, scaling, window, softcap, sinks_H)
     scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
     # FlashAttention has one head size. Columns of zeros in the values give columns of zeros in the output.
     size, missing = v_THD.shape[-1], q_THD.shape[-1] - v_THD.shape[-1]
@@ -208,38 +186,47 @@ def _attend_flash(
     return attended if missing == 0 else attended[..., :size]
 
 
-def _attend(
+@torch.compiler.disable  # lengths and masks are plain Python: a compiled layer stops here and goes on after
+def _attend_in_blocks(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    mask: Tensor | None,
+    layout: PackedLayout,
     scaling: float | None,
+    window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
-    q, k, v = (
-        states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
-        for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
-    )
-    if sinks_H is not None:
-        assert softcap is None, "no model has both"
-        # A sink is one more key, of zeros, whose score is its logit and whose value is nothing.
-        scores = _with_sinks(mask, sinks_H.to(q.dtype), q.shape[2], k.shape[2])
-        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=scores, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    def attend(query_index: Tensor, key_index: Tensor, mask: Tensor | None) -> Tensor:
+        """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
+        q, k, v = (
+            states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
+            for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
         )
-    elif softcap is None:
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    else:
-        scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
-    return out.transpose(1, 2).flatten(0, 1)
+        is_grouped = q.shape[1] != k.shape[1]
+        if sinks_H is not None:
+            assert softcap is None, "no model has both"
+            # A sink is one more key, of zeros, whose score is its logit and whose value is nothing.
+            scores = _with_sinks(mask, sinks_H.to(q.dtype), q.shape[2], k.shape[2])
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+            out = scaled_dot_product_attention(q, k, v, attn_mask=scores, scale=scaling, enable_gqa=is_grouped)
+        elif softcap is None:
+            is_causal = mask is None
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=is_grouped
+            )
+        else:
+            scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+            out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
+    blocks = [attend(layout.root_index_RL, layout.root_index_RL, layout.root_mask(window))]
+    if layout.branch_lengths:
+        blocks.append(attend(layout.branch_index_BM, layout.branch_key_index, layout.branch_mask(window)))
+    # Padding is dropped by not being picked.
+    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return rows.index_select(0, layout.unpack_T)
 
 
 def softcapped_attention(
