@@ -14,7 +14,7 @@ Axes: T packed tokens, R of them in roots, S gathered keys, H query heads, K key
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,19 +248,20 @@ def _packed_flash_backward(
     return dq, dk, dv
 
 
+def _of_parts(at: Places, sizes: Sizes) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """Cumulated lengths and the longest of queries and of keys: roots, branches over their own keys, and branches over all
+    keys of their roots, which lie before them."""
+    root, branch = sizes.longest_root, sizes.longest_branch
+    yield at.queries, at.queries, root, root
+    yield at.keys, at.keys, branch, branch
+    yield at.queries_of_root, at.queries, sizes.most_queries, root
+
+
 def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor]:
-    roots, branches = at.queries, at.keys
-    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
-    out_roots, sums_roots = _forward(
-        q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
-    )
-    # Branches twice: over their own keys, causal, and over all keys of their roots, which lie before them.
-    own, own_sums = _forward(
-        q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
-    )
-    root, root_sums = _forward(
-        q[R:], k[:R], v[:R], at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale
-    )
+    R, (roots, branches, both) = sizes.root_tokens, _of_parts(at, sizes)
+    out_roots, sums_roots = _forward(q[:R], k[:R], v[:R], *roots, causal=True, scale=scale)
+    own, own_sums = _forward(q[R:], k[R:], v[R:], *branches, causal=True, scale=scale)
+    root, root_sums = _forward(q[R:], k[:R], v[:R], *both, causal=False, scale=scale)
     out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
     out[:R], sums[:, :R] = out_roots, sums_roots
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
@@ -277,21 +278,16 @@ def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes,
 def _backward_in_parts(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, at: Places, sizes: Sizes, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    roots, branches = at.queries, at.keys
-    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
-    dq_roots, dk_roots, dv_roots = _backward(
-        d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
-        roots, roots, longest_root, longest_root, causal=True, scale=scale,
-    )  # fmt: skip
+    R, (roots, branches, both) = sizes.root_tokens, _of_parts(at, sizes)
+    found = (d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R])
+    dq_roots, dk_roots, dv_roots = _backward(*found, *roots, causal=True, scale=scale)
     of_branches = (out[R:], sums[:, R:].contiguous())
     dq_own, dk_own, dv_own = _backward(
-        d_out[R:], q[R:], k[R:], v[R:], *of_branches,
-        branches, branches, longest_branch, longest_branch, causal=True, scale=scale,
-    )  # fmt: skip
+        d_out[R:], q[R:], k[R:], v[R:], *of_branches, *branches, causal=True, scale=scale
+    )
     dq_root, dk_root, dv_root = _backward(
-        d_out[R:], q[R:], k[:R], v[:R], *of_branches,
-        at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale,
-    )  # fmt: skip
+        d_out[R:], q[R:], k[:R], v[:R], *of_branches, *both, causal=False, scale=scale
+    )
     dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
     dq[:R] = dq_roots
     torch.add(dq_own, dq_root, out=dq[R:])

@@ -42,6 +42,13 @@ from tba.types import Batch, ResponseCounts, TrajectoryGroup
 logger = logging.getLogger("tba")
 
 GENTLER = 0.5  # factor of the learning rate with each rollback
+SAVED = (
+    "step_index",
+    "received",
+    "lost",
+    "fresh_rewards",
+    "fresh_reward",
+)  # attributes that a checkpoint holds as they are
 
 
 @dataclass
@@ -279,12 +286,8 @@ class Trainer:
         """State that the next step depends on, besides weights and optimizer."""
         log_z = self.train_step.policy.log_z
         return {
-            "step": self.step_index,
+            **{name: getattr(self, name) for name in SAVED},
             "counts": vars(self.counts),
-            "received": self.received,
-            "lost_prompts": sorted(self.lost),
-            "fresh_rewards": self.fresh_rewards,
-            "fresh_reward": self.fresh_reward,
             # A resume between two updates of a batch trains on the same batch. One that is used up is not written.
             "batch": None if self.needs_batch else self.batch,
             "log_z_started": log_z is not None and log_z.started,
@@ -293,9 +296,8 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.step_index, self.batch = state["step"], state["batch"]
-        self.received, self.lost, self.last_row = state["received"], set(state["lost_prompts"]), state["last_row"]
-        self.fresh_rewards, self.fresh_reward = state["fresh_rewards"], state["fresh_reward"]
+        for name in (*SAVED, "batch", "last_row"):
+            setattr(self, name, state[name])
         vars(self.counts).update(state["counts"])
         if self.train_step.policy.log_z is not None:
             self.train_step.policy.log_z.started = state["log_z_started"]
@@ -344,15 +346,14 @@ class Trainer:
                 f"stopped at step {recorder.steps}: {alarm.message} It cannot be rolled back: {error}"
             ) from None
         # Read before the load, which sets the recorder back to what it knew at the checkpoint.
-        rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
+        rollbacks = recorder.rollbacks
         self.checkpoints.load(path)
         self._leave_behind(forget_rows=True)
         # The factor is absolute: the loaded state may be from before an earlier rollback and have another scale.
         to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
         self.rate.scale_down(factor)
         recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
-        if is_regular:
-            self.checkpoints.pinned = to  # the only one from before: the next rollback may need it
+        self.checkpoints.pinned = to  # maybe the only one from before: the next rollback may need it
         if self.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
             self.publisher.publish(self.train_step.weights(to))
         # After the publication: a searcher begins with the weights that it finds.
