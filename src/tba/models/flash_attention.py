@@ -31,11 +31,8 @@ about a third of what computing a query's two parts apart and merging them does.
 
 
 class Sizes(NamedTuple):
-    """Numbers that the host must know beforehand.
-
-    Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5) or, in parts,
-    Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
-    """
+    """Numbers that the host must know beforehand: Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5) or, in
+    parts, Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)"""
 
     gathered: int  # number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts
     root_tokens: int

@@ -326,11 +326,8 @@ def chosen_log_probs(
     logits_at_once: int,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32.
-
-    `keep`: hold M x V numbers until the backward pass, which is then shorter by a matrix product; otherwise no more than
-    `logits_at_once` are held at any time.
-    """
+    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32. `keep`: hold M x V
+    numbers until the backward pass, which is then shorter by a matrix product; otherwise no more than `logits_at_once`."""
     hidden_ME = hidden_ME.contiguous()
     if keep and torch.is_grad_enabled() and (hidden_ME.requires_grad or head_VE.requires_grad):
         return _KeptLogProbs.apply(hidden_ME, head_VE, targets_M, 1.0 / temperature)

@@ -148,11 +148,8 @@ def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] =
 
 
 def load_published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
-
-    Published are parameters that text goes through, tied ones once. Buffers (the correction bias of DeepSeek's router) are
-    not, nor are parts that see images: nothing moves them, so those that the model was loaded with stay right.
-    """
+    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong. Buffers (the
+    correction bias of DeepSeek's router) and parts that see images are not published: nothing moves them."""
     known = model.state_dict()
     shapes = {name: tuple(known[name].shape) for name in text_parameters(model)}
     check_fits(tensors, shapes, ignored=known)

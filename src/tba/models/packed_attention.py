@@ -232,11 +232,8 @@ def _attend_in_blocks(
 def softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, cap: float
 ) -> Tensor:
-    """Attention with scores cap * tanh(score / cap), as in Gemma 2: query [..., H, T, D], key and value [..., K, L, D].
-
-    The mask is added to the capped scores, so that -inf stays -inf; None = causal. No fused kernel of PyTorch caps scores,
-    so prefill, decoding and training all come here.
-    """
+    """Attention with scores cap * tanh(score / cap), as in Gemma 2: query [..., H, T, D], key and value [..., K, L, D]. The
+    mask is added to them; None = causal. No fused kernel of PyTorch caps scores: all passes come here."""
     mask = causal_mask(query, key) if mask is None else mask
     group = query.shape[-3] // key.shape[-3]
     if group > 1:

@@ -42,11 +42,8 @@ SMALLEST_SQUARE = 1e-12
 
 
 class PolicyModel:
-    """Computes log_pi of packed responses, with gradients where they are enabled.
-
-    Packed attention must give what plain passes over each sequence give, which is tried once (packed_check.py); a model
-    for which it does not is computed one sequence at a time, with a warning.
-    """
+    """Computes log_pi of packed responses, with gradients where they are enabled. A model for which packed attention does
+    not give what plain passes give (packed_check.py) is computed one sequence at a time, with a warning."""
 
     def __init__(
         self,

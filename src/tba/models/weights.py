@@ -72,11 +72,8 @@ def kl_estimate(sampled: np.ndarray, other: np.ndarray) -> float:
 
 
 class CanaryCheck:
-    """Judges later versions by the gap at the first.
-
-    An engine that still holds its first weights is caught by the same bound: once the trainer's canary has moved by more
-    than two tolerances, being within one of the current value and of the first value is impossible.
-    """
+    """Judges later versions by the gap at the first. An engine that still holds its first weights is caught too, once the
+    trainer's canary has moved by more than two tolerances."""
 
     def __init__(self) -> None:
         self.tolerance = 0.0  # largest gap allowed, in nats per token; set at the first check

@@ -50,11 +50,8 @@ class Needs:
 
 
 class Objective(Section):
-    """A subclass declares its settings as fields and computes the loss in `__call__`.
-
-    `value` of the returned Loss is back-propagated; it is divided by the totals of the whole step, so that the losses of
-    a step's micro-batches add up.
-    """
+    """A subclass declares its settings as fields and computes the loss in `__call__`. `value` of the returned Loss is
+    divided by the totals of the whole step, so that the losses of a step's micro-batches add up."""
 
     default_coupling: ClassVar[Coupling]
     """Coupling with default settings."""

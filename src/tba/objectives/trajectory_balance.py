@@ -62,12 +62,9 @@ def trajectory_balance_loss(
     weight_PK: Tensor | None = None,
     num_responses: int | None = None,
 ) -> Tensor:
-    """The mean squared residual: the paper's loss value, and the function that training calls.
-
-    `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean estimate of its responses, without gradient. A
-    response of weight 0 counts neither in that mean nor in the loss. `num_responses` is the global normaliser when the
-    arguments are part of a step.
-    """
+    """The mean squared residual: the paper's loss value, and the function that training calls. `log_z_P1` is log Z of each
+    prompt; None = the VarGrad estimate, the mean estimate of its responses, without gradient. `num_responses` is the global
+    normaliser when the arguments are part of a step."""
     weight_PK = torch.ones_like(log_pi_PK) if weight_PK is None else weight_PK
     log_z_PK = log_z_estimates(log_pi_PK, log_ref_PK, reward_PK, beta=beta)
     if log_z_P1 is None:
@@ -195,11 +192,9 @@ def gradient_share(
 ) -> Tensor:
     """Share [N] of its gradient that each token keeps, in 0 to 1. `log_pi_N` carries no gradient.
 
-    TB's gradient pushes a response up or down by its residual, without an importance weight. On fresh data that is safe: a
-    response that the policy gives up is hardly sampled again. On stale data it is not. A wrong response that was sampled
-    once is pushed down each time it is trained, by up to r / beta nats, although the policy would not produce it any more.
-    Tokens that it shares with right responses go down with it. (On sort_digits of the bench exact TB ended at .43 at a lag
-    of 3 steps where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
+    TB's gradient pushes a response up or down by its residual, without an importance weight. On stale data a wrong response
+    that was sampled once is pushed down each time it is trained, by up to r / beta nats, although the policy would not
+    produce it any more. Tokens that it shares with right responses go down with it (docs/algorithm.md has figures).
 
     So the push of a response is measured by its drift, log_pi now - log_pi when it was generated. Its gradient is masked
     once the policy has moved far enough in the direction of the push:
@@ -211,9 +206,8 @@ def gradient_share(
         none        trajectory balance as it is
 
     A masked response still counts in its prompt's log Z. The log-probs of a policy's own samples differ by about the root of
-    the entropy, and the learning rate follows that root too (trainer/learning_rate.py). So short and long responses, sure
-    and unsure policies are masked alike. Two kinds of drift mask no response: the change of all responses by one update
-    (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square root of the tokens (ROUNDING).
+    the entropy: so short and long responses, sure and unsure policies are masked alike. Two kinds of drift mask no response:
+    the change of all responses by one update (USUAL), and the gap between a bf16 engine and its trainer (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is masked.

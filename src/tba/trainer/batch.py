@@ -86,8 +86,7 @@ def _evenly(
     items: Sequence[int], budget: Budget, *, responses: int, cost: Callable[[Sequence[int], int], int]
 ) -> list[list[int]]:
     """Items of so many responses each, in the number of micro-batches that the budget takes, none much smaller than the
-    others: what is left over from full ones may take the host longer to launch than the device to compute, and full ones
-    take the most memory."""
+    others: small ones may take the host longer to launch than the device to compute."""
 
     def split(max_tokens: int) -> list[list[int]]:
         def joins(part: Sequence[int], _: int) -> bool:
@@ -135,15 +134,12 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> l
 
 
 def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:
-    """Prompts of each micro-batch of each rank, whole; None when a prompt exceeds the budget or a rank would get none.
-
-    The costliest prompt left goes to the rank that has least to do.
-    """
+    """Prompts of each micro-batch of each rank, whole; None when a prompt exceeds the budget or a rank would get none."""
     # Every rank divides the same batch in the same way, so no rank needs a message about its part.
     cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):
-        rank = tokens.index(min(tokens))
+        rank = tokens.index(min(tokens))  # the costliest prompt left goes to the rank that has least to do
         own[rank].append(prompt)
         tokens[rank] += cost[prompt]
     dealt = [split_whole_prompts(batch, budget, prompts) for prompts in own]
@@ -274,9 +270,7 @@ def without_rounding(nats: float, tokens: float) -> float:
 
 def hold_out(batch: Batch) -> tuple[Batch, list[int]]:
     """The batch with a quarter of its responses dropped, and those responses: whole prompts where there are four or more.
-
-    What an update does to them is what it does to new responses; responses that it follows move several times as far.
-    """
+    An update does to them what it does to new responses; responses that it follows move several times as far."""
     weight_PK = batch.weight_PK.clone()
     if len(weight_PK) >= 4:
         weight_PK[3::4] = 0.0
@@ -312,10 +306,8 @@ def _differing_rewards(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def drift_reward_correlation(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:
     """Correlation, within prompts, of the rewards with the drift log_pi now - log_pi when generated; None without drift.
-
-    Responses that have not been trained on yet are an unseen test of the last updates: where those were signal, the policy
-    has already moved towards the better of them; where they were noise, it has moved at random.
-    """
+    Where the last updates were signal, the policy has already moved towards the better of responses that it has not been
+    trained on; where they were noise, it has moved at random."""
     weight_PK = known_PK.to(drift_PK.dtype)
     moved_PK = centred(torch.where(known_PK, drift_PK, torch.zeros_like(drift_PK)), weight_PK)
     better_PK = centred(reward_PK.to(drift_PK.dtype), weight_PK)
@@ -325,11 +317,9 @@ def drift_reward_correlation(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tens
 
 def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, float]:
     """How far the policy is on its way from the reference to the target pi_ref exp(r / beta), on the CPU:
-    `tb/target_reached` and `tb/reward_spread`; nothing where no prompt's responses differ in their rewards.
-
-    At the target beta x (log_pi - log_ref) and the reward differ by a constant for each prompt; at the reference the former
-    is 0. So the slope of the one on the other, within prompts, goes from 0 to 1.
-    """
+    `tb/target_reached` and `tb/reward_spread`; nothing where no prompt's responses differ in their rewards. At the target
+    beta x (log_pi - log_ref) and the reward differ by a constant for each prompt; at the reference the former is 0. So the
+    slope of the one on the other, within prompts, goes from 0 to 1."""
     kept_PK = batch.weight_PK > 0
     log_ratio_PK = batch.sum_per_response(log_pi_N - batch.log_ref_N).double()
     moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), kept_PK.double())

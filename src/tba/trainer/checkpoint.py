@@ -135,11 +135,8 @@ class Checkpoints:
             self._last_evaluated = self._write_later("checkpoint best-step-N, now", f"evaluated-step-{step}", {}, {})
 
     def keep_best(self, step: int, score: float) -> None:
-        """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay.
-
-        A searcher evaluates the version it was asked for or, where it came to it late, one a few steps newer: what was saved
-        when it was asked stands for both.
-        """
+        """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay. Where a
+        searcher came to it late, it is of a version a few steps newer than what was saved when it was asked."""
         asked = max((found for found in self._evaluated if found <= step), default=step)  # none for the start or keep=0
         # Weights that were asked for earlier are not waited for any longer.
         passed = {found for found in self._evaluated if found <= asked}

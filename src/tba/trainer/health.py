@@ -223,11 +223,8 @@ def _usual_noise(values: Sequence[float]) -> float:
 
 
 def _counting_noise(values: Sequence[float]) -> float:
-    """Standard deviation around a slow trend, by the mean square of the differences of neighbours.
-
-    A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most differences are 0 and so is the
-    robust estimate. The mean square is right however rare the successes are, and grows where they come in bursts.
-    """
+    """Standard deviation around a slow trend, by the mean square of the differences of neighbours. Where rewards are 0 or 1
+    and most batches have none, the robust estimate is 0; this one is right however rare the successes are."""
     squares = [(after - before) ** 2 for before, after in pairwise(values)]
     return math.sqrt(statistics.fmean(squares) / 2.0)
 

@@ -53,8 +53,10 @@ SAVED = (
 
 @dataclass
 class Trainer:
-    """consumes: trajectory groups waits for: a full batch, new responses at the replay-ratio limit (never in sync mode:
-    its turn comes after), its disk produces: weights every k steps, metrics, checkpoints unblocked by: searchers
+    """consumes: trajectory groups
+    waits for: a full batch, new responses at the replay-ratio limit (never in sync mode: its turn comes after), its disk
+    produces: weights every k steps, metrics, checkpoints
+    unblocked by: searchers
     """
 
     config: Config
@@ -332,9 +334,8 @@ class Trainer:
         return new
 
     def roll_back(self, health: Health) -> None:
-        """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
-        with a gentler step. What came after it is removed, and searchers begin anew: nothing of the weights given up arrives
-        later."""
+        """Restore the newest checkpoint from before the collapse and go on with a gentler step. What came after it is
+        removed, and searchers begin anew: nothing of the weights given up arrives later."""
         alarm, path, recorder = health.alarm, health.kept, self.recorder
         assert alarm is not None
         assert path is not None

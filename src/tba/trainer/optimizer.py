@@ -26,12 +26,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # the moments, as torch's optimizers name t
 
 
 class MasterAdamW:
-    """AdamW whose weights and gradient sums are fp32.
-
-    A bf16 model keeps an fp32 copy here: at learning rates of 1e-6 most updates would round away in bf16. An fp32 model
-    is its own master. Of a model that is spread over ranks, each has the optimizer of its own part; heads are whole on every
-    rank.
-    """
+    """AdamW whose weights and gradient sums are fp32. A bf16 model keeps an fp32 copy here: at learning rates of 1e-6 most
+    updates would round away in bf16. An fp32 model is its own master. Of a model that is spread over ranks, each has the
+    optimizer of its own part; heads are whole on every rank."""
 
     def __init__(
         self,

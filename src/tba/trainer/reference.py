@@ -96,9 +96,8 @@ class ReferenceResets:
                 self.scorer.load(reference)
 
     def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) That of a
-        later one was scored by a policy that is gone with the trainer that had it: it is scored anew, or its responses are
-        lost."""
+        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) A later
+        reference is gone with the trainer that had it: its group is scored anew, or its responses are lost."""
         versions = columns_of(group).reference_versions
         if self.scorer is None:
             from_later = any(version > self.version for version in versions)

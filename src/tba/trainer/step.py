@@ -299,10 +299,8 @@ class TrainStep:
     def _back_propagated(
         self, compute: Callable[[Piece], tuple[Found, Tensor]], pieces: Iterable[Piece]
     ) -> Iterator[Found]:
-        """Compute pieces of the loss and leave its gradients in the optimizer's weights; yields the rest in order.
-
-        Gradients are added in the order of the pieces, so that they are the same bit for bit however many workers there are.
-        """
+        """Compute pieces of the loss and leave its gradients in the optimizer's weights; yields the rest in order. They are
+        added in the order of the pieces, so that they are the same bit for bit however many workers there are."""
         if self._workers is None:
             for piece in pieces:
                 found, value = compute(piece)
