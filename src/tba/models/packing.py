@@ -20,8 +20,9 @@ from tba.models.flash_attention import counted
 from tba.models.packed_attention import PackedLayout
 from tba.types import on_device
 
-MIN_PADDED_TOKENS = 512
-"""Number of tokens below which a padded batch is never split: small batches cost in calls what padding costs."""
+MIN_PADDED_TOKENS, MAX_PADDING = 512, 0.25
+"""Number of tokens below which a padded batch is never split (small batches cost in calls what padding costs), and the share
+of a larger one that may be padding."""
 
 Item = TypeVar("Item")
 
@@ -148,10 +149,8 @@ def split_by_budget(
     cost: Callable[[Sequence[Item], Item], int],
     joins: Callable[[Sequence[Item], Item], bool] = lambda batch, item: True,
 ) -> list[list[Item]]:
-    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone.
-
-    `cost(batch, item)` is the number of tokens that the item adds to the batch, which may depend on what lies there already
-    (a prompt is paid once); `joins` may refuse an item for another reason than tokens.
+    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone. `cost` is the number
+    of tokens that an item adds to a batch; `joins` may refuse an item for another reason.
 
     split_by_budget([3, 4, 9, 2], max_tokens=8, cost=lambda batch, item: item) == [[3, 4], [9], [2]]
     """
@@ -168,12 +167,9 @@ def split_by_budget(
     return batches
 
 
-def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: float = 0.25) -> list[list[int]]:
+def length_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
     """Indices in batches of similar length: at most `token_budget` padded tokens (a longer one alone), and at most
-    `max_padding` of them padding.
-
-    length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
-    """
+    MAX_PADDING of them padding. length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]"""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     rising = [max(1, lengths[index]) for index in order]
     ends = [0, *accumulate(rising)]
@@ -185,7 +181,7 @@ def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: fl
 
     def pads_little(batch: Sequence[int], rank: int) -> bool:
         padded_size, real = (len(batch) + 1) * rising[rank], ends[rank + 1] - ends[batch[0]]
-        return padded_size <= MIN_PADDED_TOKENS or padded_size - real <= max_padding * padded_size
+        return padded_size <= MIN_PADDED_TOKENS or padded_size - real <= MAX_PADDING * padded_size
 
     batches = split_by_budget(range(len(order)), max_tokens=token_budget, cost=padded_tokens, joins=pads_little)
     return [[order[rank] for rank in batch] for batch in batches]

@@ -53,15 +53,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stateful(Protocol):
-    """A part of a run that decides what comes next, and is saved with it."""
+    """A part of a run that decides what comes next. Its state is copied before it changes again, and is the part's own once
+    it is loaded."""
 
-    def state(self) -> dict[str, Any]:
-        """Everything that later steps depend on, as it is now. It is copied before the part changes again."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; the part owns it from now on."""
-        ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 def take_snapshot(value: Any) -> tuple[Any, dict[str, np.ndarray]]:

@@ -103,8 +103,7 @@ class Updates:
         return batch.totals.responses
 
     def forget(self) -> None:
-        """No second update on what has been trained so far: it was scored by a reference that is none any more, or is of a
-        policy that was given up."""
+        """No second update on what has been trained so far: it was scored by a reference that is none any more."""
         self.trained_once.clear()
 
     def state(self) -> dict[str, Any]:
