@@ -149,8 +149,8 @@ def split_by_budget(
     cost: Callable[[Sequence[Item], Item], int],
     joins: Callable[[Sequence[Item], Item], bool] = lambda batch, item: True,
 ) -> list[list[Item]]:
-    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone. `cost` is the number
-    of tokens that an item adds to a batch; `joins` may refuse an item for another reason.
+    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone. `cost` is the
+    number of tokens that an item adds to a batch; `joins` may refuse an item for another reason.
 
     split_by_budget([3, 4, 9, 2], max_tokens=8, cost=lambda batch, item: item) == [[3, 4], [9], [2]]
     """

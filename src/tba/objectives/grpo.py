@@ -45,8 +45,7 @@ from tba.objectives.objective import (
 from tba.types import Batch, Forward, Loss
 
 STD_EPSILON = 1e-4
-SMALLEST_RESPONSE_RATIO = 1e-8
-"""Smallest ratio of a whole response in VESPO's weight, as in its authors' code."""
+SMALLEST_RESPONSE_RATIO = 1e-8  # smallest ratio of a whole response in VESPO's weight, as in its authors' code
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Steepness t of SAPO's sigmoid where the advantage is above 0, and where it is not (arXiv 2511.20347)."""

@@ -28,47 +28,34 @@ ones whenever there is more than one micro-batch."""
 class Needs:
     """Inputs that an objective needs. The launcher provides them or refuses the combination with an error."""
 
-    reference: bool = False
-    """Whether log_ref is needed per token (a policy gradient with beta = 0 does without)."""
-    positive_beta: bool = False
-    """Whether beta must be above 0, because it divides or nothing would be learned at 0."""
-    group: bool = False
-    """Whether at least two responses per prompt are needed."""
-    behaviour: bool = False
-    """Whether behaviour log-probs are needed per token, for ratios."""
-    policy: bool = False
-    """Whether log-probs of the policy that generated are needed, for its KL to the reference."""
-    multiplicities: bool = False
-    """Whether equal responses must count as often as they were sampled."""
+    reference: bool = False  # whether log_ref is needed per token (a policy gradient with beta = 0 does without)
+    positive_beta: bool = False  # whether beta must be above 0, because it divides or nothing would be learned at 0
+    group: bool = False  # whether at least two responses per prompt are needed
+    behaviour: bool = False  # whether behaviour log-probs are needed per token, for ratios
+    policy: bool = False  # whether log-probs of the policy that generated are needed, for its KL to the reference
+    multiplicities: bool = False  # whether equal responses must count as often as they were sampled
     own_samples: bool = False
     """Whether responses must be samples of the policy itself: no exploration, no truncation of the distribution."""
     all_responses: bool = False
     """Whether cut-off responses must be there too, which train.truncated=drop leaves out: the values that a response is
     compared with count them."""
-    target: bool = False
-    """Whether the target is a distribution, which objective.target_temperature can shape."""
+    target: bool = False  # whether the target is a distribution, which objective.target_temperature can shape
 
 
 class Objective(Section):
     """A subclass declares its settings as fields and computes the loss in `__call__`. `value` of the returned Loss is
     divided by the totals of the whole step, so that the losses of a step's micro-batches add up."""
 
-    default_coupling: ClassVar[Coupling]
-    """Coupling with default settings."""
-    needs: ClassVar[Needs]
-    """Needs with default settings."""
+    default_coupling: ClassVar[Coupling]  # coupling with default settings
+    needs: ClassVar[Needs]  # needs with default settings
     default_beta: ClassVar[float]
     """Value of objective.beta where it is not set; see `beta_where_unset` for long responses."""
-    default_beta_tokens: ClassVar[int | None] = None
-    """Largest generate.max_new_tokens for which that is so; None = any."""
+    default_beta_tokens: ClassVar[int | None] = None  # largest generate.max_new_tokens for which that is so; None = any
     default_max_kl_penalty: ClassVar[float | None] = None
     """Value of objective.max_kl_penalty where neither it nor beta is set; None = no bound."""
-    default_reset_every: ClassVar[int] = 0
-    """Value of reference.reset_every where it is not set; 0 = never."""
-    has_critic: ClassVar[bool] = False
-    """Whether forward.values_N are made, by a head on the policy's hidden states."""
-    has_log_z: ClassVar[bool] = False
-    """Whether forward.log_z_P is made, by a head of its own."""
+    default_reset_every: ClassVar[int] = 0  # value of reference.reset_every where it is not set; 0 = never
+    has_critic: ClassVar[bool] = False  # whether forward.values_N are made, by a head on the policy's hidden states
+    has_log_z: ClassVar[bool] = False  # whether forward.log_z_P is made, by a head of its own
     heads_learning_rate: ClassVar[float | None] = None
     """Learning rate of the critic's and log Z's heads; None = the policy's."""
     continuations: ClassVar[int] = 0
@@ -157,8 +144,7 @@ def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
 
 
-LARGEST_LOG_RATIO = 20.0
-"""Largest log of a ratio, in nats: a ratio of e^20 is far beyond every clip."""
+LARGEST_LOG_RATIO = 20.0  # largest log of a ratio, in nats: a ratio of e^20 is far beyond every clip
 
 
 def token_log_ratios(batch: Batch, log_pi_N: Tensor) -> Tensor:

@@ -41,23 +41,19 @@ from tba.objectives.objective import (
 )
 from tba.types import Batch, Forward, Loss
 
-LARGEST_K3 = 10.0
-"""Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
-VALUE_CLIP = 0.2
-"""Distance, in reward units, that a value may move from V_old and still lower its loss."""
+LARGEST_K3 = 10.0  # largest k3 of a token that counts in vineppo, in nats; above it nothing pulls
+VALUE_CLIP = 0.2  # distance, in reward units, that a value may move from V_old and still lower its loss
 WHITEN_EPSILON = 1e-8
 
 
 class PPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    gamma: ClassVar[float] = 1.0
-    """Discount of rewards and values, per token."""
+    gamma: ClassVar[float] = 1.0  # discount of rewards and values, per token
     gae_lambda: ClassVar[float] = 0.95
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
     has_critic: ClassVar[bool] = True
-    value_coefficient: ClassVar[float] = 0.1
-    """Weight c of the value loss."""
+    value_coefficient: ClassVar[float] = 0.1  # weight c of the value loss
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05

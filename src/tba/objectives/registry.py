@@ -60,8 +60,7 @@ def reset_every_where_unset(config: Config, objective: Objective) -> int:
     return 0 if has_none else objective.default_reset_every
 
 
-LARGEST_BETA = 100.0
-"""Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
+LARGEST_BETA = 100.0  # largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1
 
 
 def refusals(config: Config, objective: Objective) -> Iterator[str]:

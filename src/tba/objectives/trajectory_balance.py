@@ -39,8 +39,7 @@ from tba.types import Batch, Forward, Loss
 
 ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
-LARGEST_TOKEN_KL = 10.0
-"""Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
+LARGEST_TOKEN_KL = 10.0  # largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats
 USUAL = 1.5
 """Multiple of the drift by one update below which no gradient is masked. Where updates are long, most of a response's drift
 is common to all."""

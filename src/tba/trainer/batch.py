@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -88,13 +89,11 @@ def _evenly(
     """Items of so many responses each, in the number of micro-batches that the budget takes, none much smaller than the
     others: small ones may take the host longer to launch than the device to compute."""
 
-    def split(max_tokens: int) -> list[list[int]]:
-        def joins(part: Sequence[int], _: int) -> bool:
-            return budget.admits(tokens=0, responses=(len(part) + 1) * responses)
+    def joins(part: Sequence[int], _: int) -> bool:
+        return budget.admits(tokens=0, responses=(len(part) + 1) * responses)
 
-        return split_by_budget(items, max_tokens=max_tokens, cost=cost, joins=joins)
-
-    full = split(budget.max_tokens)
+    split = partial(split_by_budget, items, cost=cost, joins=joins)
+    full = split(max_tokens=budget.max_tokens)
     if len(full) < 2:
         return full
     # Each item beside its neighbour, as in one large micro-batch: a prompt that they share counts once.
@@ -103,7 +102,7 @@ def _evenly(
     for share in EVEN_SHARES:
         limit = math.ceil(share * total / len(full))
         if limit < budget.max_tokens:
-            parts = split(limit)
+            parts = split(max_tokens=limit)
             if len(parts) == len(full):
                 return parts
     return full
