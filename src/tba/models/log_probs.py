@@ -183,7 +183,8 @@ def _compute(
     log_prob_R, entropy_R, sum_R = (hidden_RD.new_empty(rows) for _ in range(3))
     for part in _parts(rows, words, LOGITS_IN_CACHE):
         # All in place and in cache.
-        z_BV, target_B1, bent_BV = logits_RV[part], targets_R[part, None], None
+        z_BV, target_B1 = logits_RV[part], targets_R[part, None]
+        bent_BV: Tensor | None = None
         if bias_V is not None:
             z_BV += bias_V
         if softcap is not None:

@@ -90,13 +90,12 @@ class PolicyModel:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
         # M distinct response tokens; `expand` gives N, all that were packed, equal responses included.
         log_pi, entropy, hidden = self._compute(packed, temperature)
-        values = log_z = None
+        outputs = {"log_pi_N": packed.expand(log_pi), "entropy_N": packed.expand(entropy)}
         if self.critic is not None and hidden is not None:
-            values = packed.expand(self.critic(hidden[0][packed.predict_M]))
+            outputs["values_N"] = packed.expand(self.critic(hidden[0][packed.predict_M]))
         if self.log_z is not None and hidden is not None:
-            log_z = self.log_z(hidden[0], packed.prompt_spans)
-        log_pi_N, entropy_N = packed.expand(log_pi), packed.expand(entropy)
-        return Forward(log_pi_N=log_pi_N, entropy_N=entropy_N, values_N=values, log_z_P=log_z)
+            outputs["log_z_P"] = self.log_z(hidden[0], packed.prompt_spans)
+        return Forward(**outputs)
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once.
@@ -151,15 +150,13 @@ class PolicyModel:
         ).last_hidden_state
         hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
         config: Any = self.model.config.get_text_config()
-        # Cohere's logit_scale, one over Granite's logits_scaling. It is one over a temperature: the two are one division.
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        # Cohere's factor of the logits, and Granite's divisor. It is one over a temperature: the two are one division.
+        factor, divisor = (float(getattr(config, n, None) or 1.0) for n in ("logit_scale", "logits_scaling"))
         log_pi, entropy = chosen_log_probs(
             hidden_MD,
             head_VD,
             packed.targets_M,
-            temperature=temperature / scale,
+            temperature=temperature / (factor / divisor),
             bias_V=getattr(head, "bias", None),
             softcap=getattr(config, "final_logit_softcapping", None),
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,17 +47,18 @@ class MasterAdamW:
         self.masters: list[nn.Parameter] = []
         for parameter, part in zip(self.parameters, self._parts):
             # An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory.
-            if part is not parameter or parameter.dtype != torch.float32:
-                own_part = part if part.dtype == torch.float32 else part.detach().float().clone()
-                parameter = nn.Parameter(own_part)
-            self.masters.append(parameter)
+            own_memory = part if part.dtype == torch.float32 else part.detach().float().clone()
+            self.masters.append(parameter if own_memory is parameter else nn.Parameter(own_memory))
         self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
         self._heads_rate, self._ranks, self.max_grad_norm = heads_rate, ranks, config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
         settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
-        kind = OffloadedAdamW if config.offload_optimizer else partial(torch.optim.AdamW, fused=True)
-        self.adam: torch.optim.AdamW = kind(groups, **settings)
+        self.adam: torch.optim.AdamW
+        if config.offload_optimizer:
+            self.adam = OffloadedAdamW(groups, **settings)
+        else:
+            self.adam = torch.optim.AdamW(groups, fused=True, **settings)
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
