@@ -3,9 +3,9 @@
 Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
 balance. They live with the trainer, in fp32, and never travel to searchers.
 
-The weights may be spread over the ranks of a process group, by PyTorch's FSDP2 (sharding.py). Every layer is a group of
-parameters that is gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head)
-is one more group.
+The weights may be spread over the ranks of a process group, by PyTorch's FSDP2: each rank keeps its rows of every parameter
+(of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9). Every layer is a group of parameters that is gathered when it
+computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
 
 Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
 """
@@ -13,7 +13,7 @@ Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -277,3 +277,58 @@ class ShardedForward(nn.Module):
         # FSDP2 hooks into the tensors that a module returns, which it cannot do for views.
         outputs = self._compute(*arguments, **options)
         return tuple(part.clone() if part is not None and part._is_view() else part for part in outputs)
+
+
+class Ranks:
+    """This process among the ranks of a trainer. `Ranks()` is a trainer of one process, for which all of this is nothing."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def concatenated(self, values: Sequence[Any]) -> list[Any]:
+        """The values of all ranks, plain data, one rank after the other."""
+        return list(values)
+
+
+ALONE = Ranks()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or a gradient, sharing its memory. A tensor that is not sharded is whole."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Their module takes long to import, and a trainer of one rank never meets one."""
+    return hasattr(tensor, "to_local")
+
+
+def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
+    """A copy of the whole of `tensor`, or of this rank's rows of it, in host memory. `like` is the parameter it belongs to:
+    where that is sharded, all ranks call this at once."""
+    sharded: Any = like
+    if is_sharded(like) and not is_sharded(tensor):
+        from torch.distributed.tensor import DTensor
+
+        # A moment is kept as plain rows: it gets the layout of its parameter, to be gathered like it.
+        rows, layout = tensor.to(sharded.device), (sharded.device_mesh, sharded.placements)  # moments may be offloaded
+        tensor = DTensor.from_local(rows, *layout, shape=sharded.shape, stride=sharded.stride())
+    # A collective for sharded tensors: a rank that does not call it leaves the others waiting.
+    whole: Any = tensor.detach()
+    return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)
+
+
+def own_rows(whole: Tensor | None, like: Tensor) -> Tensor:
+    """This rank's rows, in fp32, of a tensor that rank 0 has, spread as the sharded parameter `like` is. All ranks call it
+    at once."""
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    # Ranks other than 0 give memory of the right shape: distribute_tensor sends them rank 0's rows.
+    empty = torch.empty(sharded.shape, dtype=torch.float32, device=sharded.device)
+    given = empty if whole is None else empty.copy_(whole)
+    return distribute_tensor(given, sharded.device_mesh, sharded.placements).to_local()

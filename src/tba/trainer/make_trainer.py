@@ -9,8 +9,7 @@ from tba.config import Config
 from tba.engine.contract import Scorer
 from tba.engine.make_engine import make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
-from tba.models.policy import PolicyModel, make_critic, make_log_z
-from tba.models.sharding import ALONE, Ranks
+from tba.models.policy import ALONE, PolicyModel, Ranks, make_critic, make_log_z
 from tba.models.weights import CANARY_TOKENS
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
@@ -21,10 +20,9 @@ from tba.runtime.placement import workers_of
 from tba.runtime.prompt_queue import PromptQueue
 from tba.trainer.batch import Budget
 from tba.trainer.checkpoint import Checkpoints
-from tba.trainer.gate import Gate
 from tba.trainer.health import Health
 from tba.trainer.learning_rate import LearningRate
-from tba.trainer.loop import Trainer
+from tba.trainer.loop import Gate, Trainer
 from tba.trainer.mismatch import MismatchProbe
 from tba.trainer.optimizer import MasterAdamW
 from tba.trainer.reference import Beta, ReferenceResets, on_cpu

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from tba.config import TrainConfig
-from tba.models.sharding import ALONE, Ranks, local_part
+from tba.models.policy import ALONE, Ranks, local_part
 
 CHUNK = 2**26  # numbers of each moment that travel together: 256 MiB
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the moments, as torch's optimizers name them

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from tba.models.load import has_lora
 from tba.models.packing import pack
-from tba.models.sharding import ALONE as ALONE
-from tba.models.sharding import Ranks as Ranks
-from tba.models.sharding import is_sharded, local_part, own_rows, whole_tensor
+from tba.models.policy import ALONE as ALONE
+from tba.models.policy import Ranks as Ranks
+from tba.models.policy import is_sharded, local_part, own_rows, whole_tensor
 from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.trainer.state import restore, take_snapshot
 from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep

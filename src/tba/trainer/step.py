@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.policy import PolicyModel
-from tba.models.sharding import ALONE, Ranks
+from tba.models.policy import ALONE, PolicyModel, Ranks
 from tba.models.weights import make_weights
 from tba.objectives.objective import Objective
 from tba.observe.metrics import reduce_metrics
