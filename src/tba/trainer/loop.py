@@ -30,12 +30,11 @@ from tba.runtime.counters import RoleCounters
 from tba.runtime.deadlines import Waiting
 from tba.runtime.prompt_queue import PromptQueue
 from tba.trainer.batch import batch_metrics, combine, response_means, target_metrics
-from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
+from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, Stateful, check_manifest
 from tba.trainer.health import MOST_ROLLBACKS, Collapsed, Health
 from tba.trainer.learning_rate import LearningRate
 from tba.trainer.mismatch import MismatchProbe, mismatch_of_batch
 from tba.trainer.reference import Beta, ReferenceResets
-from tba.trainer.state import Stateful
 from tba.trainer.step import StepResult, TrainStep
 from tba.trainer.updates import SpareTime, Updates, with_old_values
 from tba.types import Batch, ResponseCounts, TrajectoryGroup

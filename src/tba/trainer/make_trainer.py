@@ -19,7 +19,7 @@ from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.placement import workers_of
 from tba.runtime.prompt_queue import PromptQueue
 from tba.trainer.batch import Budget
-from tba.trainer.checkpoint import Checkpoints
+from tba.trainer.checkpoint import Checkpoints, Stateful
 from tba.trainer.health import Health
 from tba.trainer.learning_rate import LearningRate
 from tba.trainer.loop import Gate, Trainer
@@ -27,7 +27,6 @@ from tba.trainer.mismatch import MismatchProbe
 from tba.trainer.optimizer import MasterAdamW
 from tba.trainer.reference import Beta, ReferenceResets, on_cpu
 from tba.trainer.sharded import ConnectedRanks, ShardedTrainStep
-from tba.trainer.state import Stateful
 from tba.trainer.step import TrainStep
 from tba.trainer.updates import Updates
 from tba.types import ResponseCounts, Weights

@@ -30,7 +30,7 @@ from tba.models.policy import ALONE as ALONE
 from tba.models.policy import Ranks as Ranks
 from tba.models.policy import is_sharded, local_part, own_rows, whole_tensor
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.trainer.state import restore, take_snapshot
+from tba.trainer.checkpoint import restore, take_snapshot
 from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
