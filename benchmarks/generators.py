@@ -82,7 +82,7 @@ def make_start_model(name: str, folder: Path) -> None:
                 yield f"{problem['question']}\n", flawed(problem["answer"], start.slips, rng)
 
     with one_deterministic_thread():
-        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=384), training)
+        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=512), training)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
