@@ -247,14 +247,14 @@ class Health:
     recorder: Recorder
     checkpoints: Checkpoints
     guard: CollapseGuard = field(default_factory=CollapseGuard, init=False)
+    alarm: Alarm | None = field(default=None, init=False)  # the one that lasts
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm. It comes before any checkpoint
         of the step is written, and `save_if_due` after it."""
         # The same groups again are no news: their noise from step to step looks far too small.
         if (step - 1) % self.config.steps_per_batch == 0:
-            before = self.guard.alarm
-            self._note_alarm(step, before, self.guard.step(step, metrics))
+            self._note_alarm(step, self.guard.step(step, metrics))
         held = self.checkpoints.held
         if not self.guard.suspects:
             # An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse: an alarm
@@ -280,10 +280,7 @@ class Health:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.guard.load_state(state)
-
-    @property
-    def alarm(self) -> Alarm | None:
-        return self.guard.alarm
+        self.alarm = self.guard.alarm
 
     @property
     def rolls_back(self) -> bool:
@@ -315,7 +312,8 @@ class Health:
         if self.recorder.collapse is None:
             self._release(self.checkpoints.held)
 
-    def _note_alarm(self, step: int, before: Alarm | None, alarm: Alarm | None) -> None:
+    def _note_alarm(self, step: int, alarm: Alarm | None) -> None:
+        before, self.alarm = self.alarm, alarm
         # The guard returns the same object while an alarm lasts: another one is new.
         if alarm is not None and alarm is not before:
             kept = self._keep_from_before(alarm.since)
