@@ -171,8 +171,7 @@ def _check_finite(model: PreTrainedModel) -> None:
 
 
 def _check_plain(folder: Path) -> None:
-    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be
-    the imaginary parts of complex ones."""
+    """Refuse weights of 8 bits and complex ones: transformers makes floats of them, without scales or imaginary parts."""
     for file in sorted(folder.glob("*.safetensors")):
         try:  # the header says how long the file must be: a download that broke off is known by its name
             opened = safe_open(file, "pt")
@@ -246,8 +245,7 @@ def check_has_config(folder: Path) -> None:
 
 
 def check_generates(path: str, shape: Any) -> None:
-    """Refuse a model that does not write text from left to right. transformers would load some of them all the same, with a
-    head that was never trained."""
+    """Refuse a model that does not write text from left to right: transformers loads some with a head of random numbers."""
     built = ", ".join(getattr(shape, "architectures", None) or [shape.model_type])
     heads = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     is_encoder = type(shape) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(shape, "is_decoder", False)

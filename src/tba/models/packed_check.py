@@ -196,8 +196,7 @@ def _abridged(model: PreTrainedModel, count: int | None) -> Iterator[int | None]
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel) -> Iterator[bool]:
-    """The model in fp32 while the context lasts; gives whether it was in another dtype. Its own numbers are put aside and
-    come back as they were."""
+    """The model in fp32 while the context lasts; gives whether it was in another dtype. Its own numbers come back."""
     tensors = (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
     kept = [(tensor, tensor.data) for tensor in tensors if tensor.dtype != torch.float32]
     # Some containers turn TF32 on, which rounds to ten bits.

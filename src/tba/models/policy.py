@@ -323,8 +323,7 @@ def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def own_rows(whole: Tensor | None, like: Tensor) -> Tensor:
-    """This rank's rows, in fp32, of a tensor that rank 0 has, spread as the sharded parameter `like` is. All ranks call it
-    at once."""
+    """This rank's rows, in fp32, of a tensor that rank 0 has, spread as the parameter `like` is. All ranks call it."""
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = like

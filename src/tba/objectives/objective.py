@@ -169,8 +169,7 @@ def clipped_surrogate(
 
 
 def k3(batch: Batch, log_pi_N: Tensor) -> Tensor:
-    """exp(log ref - log pi) - (log ref - log pi) - 1 >= 0: unbiased for KL(pi, ref) on samples of pi; 0 where nothing
-    counts."""
+    """exp(log ref - log pi) - (log ref - log pi) - 1 >= 0: unbiased for KL(pi, ref) on samples of pi."""
     difference_N = torch.where(batch.kept_N, batch.log_ref_N - log_pi_N, torch.zeros_like(log_pi_N))
     return difference_N.exp() - difference_N - 1.0
 

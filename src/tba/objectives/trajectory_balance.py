@@ -41,8 +41,7 @@ ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
 LARGEST_TOKEN_KL = 10.0  # largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats
 USUAL = 1.5
-"""Multiple of the drift by one update below which no gradient is masked. Where updates are long, most of a response's drift
-is common to all."""
+"""Multiple of the drift by one update below which no gradient is masked: most of a long update's drift is common to all."""
 TrustRegion = Literal["response", "token", "taper", "none"]
 """Trust region: the rule that bounds the gradient of a response on stale data; see `gradient_share`."""
 
@@ -73,8 +72,7 @@ def trajectory_balance_loss(
 
 
 def residuals(log_z_PK: Tensor, log_z_P1: Tensor, weight_PK: Tensor) -> Tensor:
-    """Estimate of log Z by each response, less log Z; 0 for a response without weight, whose numbers may be unknown
-    (NaN)."""
+    """Estimate of log Z by each response, less log Z; 0 for one without weight, whose numbers may be unknown (NaN)."""
     return torch.where(weight_PK > 0, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
 
 

@@ -109,8 +109,7 @@ def _evenly(
 
 
 def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
-    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
-    a prompt exceeds the budget."""
+    """Whole prompts per micro-batch, similar lengths together, of about the same size; None when one exceeds the budget."""
     K, cost = batch.shape[1], _prompt_costs(batch, budget)
     # Group-coupled losses need a prompt's responses side by side: one that is spread costs all prompts a second pass.
     if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
@@ -120,8 +119,7 @@ def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) ->
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
-    """Responses per micro-batch, in order, micro-batches of about the same size; a single response beyond the budget runs
-    alone."""
+    """Responses per micro-batch, in order, of about the same size; a single response beyond the budget runs alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
 
     def cost(part: Sequence[int], response: int) -> int:
@@ -161,8 +159,7 @@ def deal_responses(batch: Batch, budget: Budget, responses: Sequence[int], *, nu
 
 
 def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
-    """A micro-batch of no response, for a rank that has to take part: one token is computed, and what comes of it does not
-    count."""
+    """A micro-batch of no response, for a rank that has to take part: one token is computed, which does not count."""
     token, nothing = batch.prompt_tokens[0][:1].cpu(), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         responses=nothing,

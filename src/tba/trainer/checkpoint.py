@@ -204,8 +204,7 @@ class Checkpoints:
         return self.folder.checkpoints_by_step(prefix)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of this run: weights, optimizer, heads and every part. What came after it is still
-        there (drop_after)."""
+        """Continue from a checkpoint: weights, optimizer, heads and every part. What came after it stays (drop_after)."""
         self.wait()  # a run that goes back may still be writing one
         # The master weights are in this file, and the model's follow from them: model.safetensors is for readers.
         self.optimizer.load_state(load_file(path / OPTIMIZER))
@@ -352,8 +351,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
-    where none is left."""
+    """The newest whole checkpoint that can be resumed, or None. A corrupt one is named in a warning and set aside."""
     for _, path in sorted(folder.resumable(), reverse=True):
         try:
             check_manifest(path)
@@ -460,8 +458,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stateful(Protocol):
-    """A part of a run that decides what comes next. Its state is copied before it changes again, and is the part's own once
-    it is loaded."""
+    """A part of a run that decides what comes next. Its state is copied before it changes again."""
 
     def state(self) -> dict[str, Any]: ...
 

@@ -202,8 +202,7 @@ class Trainer:
 
     @property
     def weights_are_consistent(self) -> bool:
-        """Whether the weights are those of `step_index`, or of a second update after it, all finite: not so after an error
-        in the middle of an update."""
+        """Whether the weights are finite and of no half-made update, as after an error in the middle of one."""
         return not self.train_step.moved and self.train_step.is_finite
 
     def receive(self) -> None:
@@ -383,8 +382,7 @@ class Trainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The evaluation of a step has come: the weights of the best one so far are kept. That of a step that is made again
-        after a resume may come twice."""
+        """The evaluation of a step has come, after a resume maybe again: the weights of the best one so far are kept."""
         # A version above step_index was published by a trainer that died after its last checkpoint, or is given up.
         if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
             return

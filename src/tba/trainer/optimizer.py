@@ -205,8 +205,7 @@ def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(..., fused=True)` with exp_avg and exp_avg_sq on the host. Parameters are contiguous and all on one
-    device; on a CPU nothing travels."""
+    """`torch.optim.AdamW(..., fused=True)` with its moments on the host. Parameters are contiguous and on one device."""
 
     def __init__(self, groups: Any, *, chunk: int = CHUNK, **settings: Any) -> None:
         super().__init__(groups, fused=True, **settings)
@@ -287,8 +286,7 @@ class HostTransfer:
         self._free = [torch.cuda.Event(), torch.cuda.Event()]
 
     def brought(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Each piece's moments on the GPU, for what is started before the next are asked for. What that has made of them is
-        taken back to the host."""
+        """Each piece's moments on the GPU, for what is started before the next are asked for; they are taken back then."""
         coming = self._bring(0, moments[0]) if moments else []
         for index, own in enumerate(moments):
             here, place = coming, index % 2

@@ -164,8 +164,7 @@ class TrainStep:
         return found
 
     def update_drift(self, batch: Batch, before: Forward, of: Sequence[int] = ()) -> float:
-        """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few of the responses `of` (none =
-        of all)."""
+        """Nats that log_pi has moved since these outputs: mean |change| of a few of the responses `of` (none = of all)."""
         among = of or range(len(batch.lengths))
         count = min(len(among), MEASURED_RESPONSES)
         # Neighbours are responses to one prompt: those that are measured are spread over all prompts.
@@ -283,8 +282,7 @@ class TrainStep:
         return in_order(compute, micro_batches)
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
-        packed when it is asked for."""
+        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has."""
         own = dealt[self.ranks.rank]
         for responses in own:
             yield pack_responses(batch, responses, device=self.policy.device)
