@@ -43,8 +43,7 @@ from tba.searcher.process import run_searcher
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.task import Evaluator, Split, Task, check_prompts
-from tba.trainer.gate import Gate, Interrupted
-from tba.trainer.loop import Trainer
+from tba.trainer.loop import Gate, Interrupted, Trainer
 from tba.trainer.make_trainer import make_learner, make_trainer
 from tba.trainer.sharded import Ranks
 from tba.types import ResponseCounts
