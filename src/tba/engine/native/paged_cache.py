@@ -518,10 +518,6 @@ class PagedCache:
         if self.turns.has(key, turn):
             turn.ids, turn.stored = ids, self._held(ids[: len(turn.stored) * self.page_size], version, turn.stored)
 
-    def forget(self, turn: KeptTurn[np.ndarray]) -> None:
-        """A turn that was taken needs its pages no longer."""
-        self._release(turn.stored)
-
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those without another user are free."""
         chosen = np.asarray(slots)

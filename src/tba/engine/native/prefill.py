@@ -25,7 +25,6 @@ from torch.nn.attention.bias import causal_lower_right
 from tba.engine.decoder.decoder import Decoder
 from tba.engine.decoder.layers import CausalAttention, as_block, attention
 from tba.engine.decoder.spec import DecoderSpec
-from tba.engine.native.kept_turns import KeptTurn
 from tba.engine.native.paged_cache import PagedCache, PagedPrompt, side_by_side
 from tba.engine.native.slot_cache import SlotCache, SlotPrompt, SlotTurn
 from tba.engine.sampling import Response, responses_of
@@ -170,6 +169,8 @@ class PrefillQueue:
                 request, self.samples_per_prompt, self.sampling, stop_ids=self.stop_ids, version=version
             )
             self.completed += completed
+            for completion in completed:  # an episode that has ended: no turn follows
+                self.cache.turns.drop((completion.prompt_id, completion.sample_index))
             if responses:
                 self.cache.check_fits(responses[0].max_length, f"prompt {request.prompt.id!r} with its response")
                 for response in responses:
@@ -203,7 +204,10 @@ class SlotPrefill:
         """Prompts of similar lengths in one batch each, all their tokens but the last."""
         chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
         going_on = [(prompt, self.cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) for prompt in chosen]
-        self._go_on([(prompt, turn) for prompt, turn in going_on if turn is not None], version)
+        found = [(prompt, turn) for prompt, turn in going_on if turn is not None]
+        lengths = [len(prompt.sequence) - 1 for prompt, _ in found]
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
+            self._go_on([found[index] for index in batch], version)
         chosen = [prompt for prompt, turn in going_on if turn is None]
         lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
@@ -226,23 +230,18 @@ class SlotPrefill:
         values = attend.values
         return [SlotPrompt(keys=keys, values=values, row=row, version=version) for row in range(len(rows))]
 
-    def _go_on(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
-        """Prompts whose turns before were kept: only what came after those is computed."""
-        lengths = [len(prompt.sequence) - 1 for prompt, _ in found]
-        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
-            self._go_on_together([found[index] for index in batch], version)
-
-    def _go_on_together(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
+    def _go_on(self, found: Sequence[tuple[WaitingPrompt, SlotTurn]], version: int) -> None:
+        """Prompts whose turns before were kept: only what came after those is computed, in one pass."""
         device, cache = self.decoder.device, self.cache
-        stored = [turn.stored for _, turn in found]
-        starts = [turn.values.shape[3] for turn in stored]
+        turns = [turn for _, turn in found]
+        starts = [turn.values.shape[3] for turn in turns]
         rows = [prompt.sequence[start:-1] for (prompt, _), start in zip(found, starts)]
         columns, width = max([1, *map(len, rows)]), max(starts)
-        plain_keys = [turn.keys.transpose(-1, -2) if cache.positions_last else turn.keys for turn in stored]
+        plain_keys = [turn.keys.transpose(-1, -2) if cache.positions_last else turn.keys for turn in turns]
         # Zeros behind the end of a shorter turn: the mask hides them.
         keys, values = (
             torch.cat([F.pad(table, (0, 0, 0, width - table.shape[3])) for table in tables], dim=1)
-            for tables in (plain_keys, [turn.values for turn in stored])
+            for tables in (plain_keys, [turn.values for turn in turns])
         )
         places = np.array(starts)[:, None] + np.arange(columns)
         real = np.arange(columns) < np.array([[len(row)] for row in rows])
@@ -334,7 +333,8 @@ class PagedPrefill:
         return parts
 
     def _better_later(self, waiting: Sequence[WaitingPrompt], version: int) -> set[int]:
-        """Prompts that begin as a longer one does which is computed now: in the next pass they share its pages."""
+        """Prompts that begin as a longer one does which is computed now: in the next pass they share its pages. Prompts that
+        go on from a kept turn have theirs already."""
         found: set[int] = set()
         cache, size = self.cache, LEAST_DEFERRED * self.cache.page_size
         alike: dict[bytes, list[int]] = {}
@@ -343,7 +343,8 @@ class PagedPrefill:
         for index, prompt in enumerate(waiting):
             if prompt.stored is None or prompt.stored.version != version:
                 num_pages += cache.num_pages(len(prompt.sequence))
-                if len(prompt.sequence) > size:
+                goes_on = cache.turns.has_beginning(prompt.responses[0].key, prompt.sequence[:-1])
+                if len(prompt.sequence) > size and not goes_on:
                     alike.setdefault(prompt.sequence[:size].tobytes(), []).append(index)
         # Where pages are short, with those that stay free (`_begun`), the longer one might never come: they would wait for
         # ever.
@@ -376,12 +377,13 @@ class PagedPrefill:
             num_spare = int((cache.counts > 0).sum()) + sum(len(other.responses) for other in waiting[:index])
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
             prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            # Earlier prompts come first: those behind lose their pages, the last one first.
-            while prompt.stored is None and (cache.turns.drop_oldest() or self._drop_last(later)):
+            key = prompt.responses[0].key
+            # Earlier prompts come first: those behind lose their pages, the last one first. Its own turn stays to the end:
+            # its pages are the beginning of this prompt.
+            while prompt.stored is None and (cache.turns.drop_oldest(but=key) or self._drop_last(later)):
                 prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            # Its pages are the prompt's now, as far as they could be found.
-            if (turn := cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) is not None:
-                cache.forget(turn)
+            if prompt.stored is not None:
+                cache.turns.drop(key)  # its pages are the prompt's now
         return prompt.stored
 
     def _drop_last(self, prompts: list[WaitingPrompt]) -> bool:
