@@ -29,14 +29,12 @@ class Scorer(Protocol):
 
 
 class RunningTokens(NamedTuple):
-    """Tokens so far of a response that is being generated, its prefix included."""
+    """Tokens so far of a response that is being generated, its prefix included; arrays [T] as in a `Completion`."""
 
     request: Request
     sample_index: int
     token_ids: np.ndarray
-    """int32 [T]"""
     policy_log_probs: np.ndarray
-    """float32 [T], as in a `Completion`."""
 
 
 class Engine(ABC):

@@ -118,8 +118,18 @@ class TransformersEngine(Engine):
             found = [responses_of(request, samples_per_prompt, sampling, **options) for request in chosen]
             yield from (completion for _, completions in found for completion in completions)
             responses = [response for own, _ in found for response in own]
-            if responses:
-                yield from self._generate_batch(responses, between_steps)
+            if not responses:
+                continue
+            # No request joins a batch under way: slots that fall free stay empty until its last response has finished.
+            batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
+            # Before `between_steps`, which may load weights and open spans of its own.
+            batch.open_spans(self.version)
+            while batch.open_rows:
+                if between_steps is not None:
+                    between_steps()
+                yield from batch.step(self.stop_ids, self._stop_ids)
+            self._running = None
+            self._load_pending()
 
     def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
         """Requests that are decoded together: as many as there are now, up to `slots` responses."""
@@ -144,20 +154,6 @@ class TransformersEngine(Engine):
         waiting.clear()
         waiting.extend(left)
         return chosen
-
-    def _generate_batch(
-        self, responses: list[Response], between_steps: Callable[[], None] | None
-    ) -> Iterator[Completion]:
-        # No request joins a batch under way: slots that fall free stay empty until its last response has finished.
-        batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
-        # Before `between_steps`, which may load weights and open spans of its own.
-        batch.open_spans(self.version)
-        while batch.open_rows:
-            if between_steps is not None:
-                between_steps()
-            yield from batch.step(self.stop_ids, self._stop_ids)
-        self._running = None
-        self._load_pending()
 
     def _stop(self) -> None:
         self._running = None
@@ -227,14 +223,12 @@ class ResponseBatch:
         if not self._columns and self.abilities.selects:
             self._select(self._prompts_R)
             logits = logits[self._prompts_R]
-        self._append(rows_B, sample(logits, self._settings.rows(rows_B, len(self._columns)), stop_tensor, self._need()))
-        return self._take_finished(stop_ids)
-
-    def _need(self) -> SamplingNeeds:
-        found = SamplingNeeds(*(any(flags) for flags in zip(*(self._needs[row] for row in self.rows))))
+        needs = SamplingNeeds(*(any(flags) for flags in zip(*(self._needs[row] for row in self.rows))))
         # min_new_tokens matters only at the beginning, so this flag is worked out anew for every step.
         early = any(self._num_tokens(row) < self.responses[row].sampling.min_new_tokens for row in self.rows)
-        return found._replace(forbidden=early)
+        settings = self._settings.rows(rows_B, len(self._columns))
+        self._append(rows_B, sample(logits, settings, stop_tensor, needs._replace(forbidden=early)))
+        return self._take_finished(stop_ids)
 
     def _append(self, rows_B: Tensor, sampled: Sequence[Tensor]) -> None:
         fills = (0, float("nan"), float("nan"))

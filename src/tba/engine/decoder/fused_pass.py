@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tba.engine.decoder.layers import Attend, AttendProjected, CausalAttention, apply_experts, clamped_gate
-from tba.engine.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Layer, Linear, Norm
+from tba.engine.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Linear, Norm
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
     from tba.engine.kernels.layer import Tile
@@ -54,12 +54,11 @@ def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mappi
 
 
 class Added(NamedTuple):
-    """Sum that a layer's attention or MLP adds to the residual stream."""
+    """Sum that a layer's attention or MLP adds to the residual stream: the delta [N, E], or the sum of parts [P, N, E], and
+    a bias [E] where that is not in the delta."""
 
     delta: Tensor
-    """[N, E], or parts [P, N, E] of which it is the sum."""
     bias: Tensor | None = None
-    """[E], to be added too; None = there is none, or it is in the delta."""
 
 
 class FusedPass:
@@ -96,12 +95,7 @@ class FusedPass:
         self._store(last, self._projected(last, x_NE, added), positions_N, attend)
 
     def _layer(
-        self,
-        index: int,
-        x: Tensor,
-        added: Added | None,
-        positions: Tensor,
-        attend: Attend | AttendProjected,
+        self, index: int, x: Tensor, added: Added | None, positions: Tensor, attend: Attend | AttendProjected
     ) -> Added:
         """Adds what the layer before adds to the residual stream x, and returns what this layer's MLP adds."""
         layer, spec = self.weights.layers[index], self.spec.experts
@@ -131,7 +125,13 @@ class FusedPass:
         tile = self._tile("plain", layer.qkv, normed)
         qkv = layer.qkv(normed) if tile is None else linear(normed, layer.qkv.weight, layer.qkv.bias, tile)
         if self.spec.query_key_norm == "all":
-            self._norm_all_heads(qkv, layer)
+            # All query heads together, and all key heads. The kernels that follow norm by head only.
+            start = 0
+            for norm, heads in ((layer.query_norm, self.spec.num_heads), (layer.key_norm, self.spec.num_kv_heads)):
+                assert norm is not None
+                part = qkv[:, start : start + heads * self.spec.head_dim]
+                part.copy_(norm(part.float()))
+                start += part.shape[1]
         return qkv
 
     def _store(self, index: int, qkv: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -159,17 +159,6 @@ class FusedPass:
         if not isinstance(attend, CausalAttention):
             attend.store(index, keys, values)
         return query
-
-    def _norm_all_heads(self, qkv: Tensor, layer: Layer) -> None:
-        """Norm all query heads together, and all key heads, in place."""
-        sizes = (self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim)
-        start = 0
-        for norm, size in zip((layer.query_norm, layer.key_norm), sizes):
-            assert norm is not None
-            part = qkv[:, start : start + size]
-            # The kernels that follow read qkv and norm by head only: this norm must have happened.
-            part.copy_(norm(part.float()))
-            start += size
 
     def _gated(self, up: Linear, x: Tensor) -> Tensor:
         """activation(gate) * up [N, F]."""

@@ -69,9 +69,16 @@ def attention(
         # Sinks add to the soft-max's sum by hand, and that code knows no is_causal.
         mask = causal_mask(query, key) if mask is None else mask
         return attention_with_sinks(query, key, value, mask, sinks_H[:, None, None], scale=scale)
-    if cap is None:
-        return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
-    return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
+    if cap is not None:
+        return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
+    group = spec.group
+    if query.is_cuda and mask is not None and group > 1:
+        # No kernel on CUDA takes both a mask and grouped heads, but cuDNN's.
+        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
+    with sdpa_kernel(WITHOUT_PLANS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
+        )
 
 
 def attention_with_sinks(
@@ -87,29 +94,14 @@ def attention_with_sinks(
     return torch.matmul(weights.to(value.dtype), value)
 
 
-def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, group: int
-) -> Tensor:
-    if (
-        query.is_cuda and mask is not None and group > 1
-    ):  # no kernel on CUDA takes both a mask and grouped heads, but cuDNN's
-        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
-    with sdpa_kernel(WITHOUT_PLANS) if query.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
-        )
-
-
 def as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Heads of a sequence together: [B * T, H, D] -> [B, H, T, D]."""
     return heads_NHD.unflatten(0, shape).transpose(1, 2).to(dtype)
 
 
 class CausalAttention:
-    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it.
-
-    Keeps every layer's keys and values when `keep` is set, else those of the layer at work.
-    """
+    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it. Every layer's keys
+    and values are kept when `keep` is set, else those of the layer at work."""
 
     def __init__(
         self,
@@ -178,18 +170,14 @@ class CausalAttention:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def choose_experts(logits_NX: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-    """Weights [N, C] in fp32 and numbers [N, C] of each token's experts."""
-    logits_NX = logits_NX.float()
-    highest_NC, chosen_NC = torch.topk(logits_NX, spec.num_chosen, dim=-1)
-    if spec.normalised:  # a soft-max of all, chosen and divided by its sum, is the soft-max of the chosen
-        return torch.softmax(highest_NC, dim=-1), chosen_NC
-    return torch.exp(highest_NC - torch.logsumexp(logits_NX, dim=-1, keepdim=True)), chosen_NC
-
-
 def apply_experts(x_NE: Tensor, experts: Experts, spec: ExpertsSpec, gated: Callable[[Tensor], Tensor]) -> Tensor:
     """Sum that the experts add to each token [N, E], fp32; `gated` turns gate over up [R, 2 F] into [R, F]."""
-    weight_NC, chosen_NC = choose_experts(experts.router(x_NE), spec)
+    logits_NX = experts.router(x_NE).float()
+    highest_NC, chosen_NC = torch.topk(logits_NX, spec.num_chosen, dim=-1)
+    if spec.normalised:  # a soft-max of all, chosen and divided by its sum, is the soft-max of the chosen
+        weight_NC = torch.softmax(highest_NC, dim=-1)
+    else:
+        weight_NC = torch.exp(highest_NC - torch.logsumexp(logits_NX, dim=-1, keepdim=True))
     # Rows by expert: the rows of expert x end at ends_X[x], as grouped products take them.
     expert_R, order_R = torch.sort(chosen_NC.flatten(), stable=True)
     counts_X = torch.zeros(spec.num_experts, dtype=torch.int32, device=x_NE.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,14 +115,11 @@ class DecoderSpec:
         return self.num_layers * attention + matrices * self.hidden_size * sum(sizes)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LowRank:
-    """A change of a matrix, up x down, that is kept beside it (`DecoderAdapter`)."""
+class LowRank(NamedTuple):
+    """A change of a matrix, up [out, R] x down [R, in], that is kept beside it (`DecoderAdapter`)."""
 
     down: Tensor
-    """[R, in]"""
     up: Tensor
-    """[out, R]"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,13 +170,11 @@ class DenseMlp:
 
 @dataclass(kw_only=True, eq=False)
 class Experts:
-    """The MLPs of a layer's experts, and what chooses among them."""
+    """The MLPs of a layer's experts: gate over up [X, 2 F, E] and down [X, E, F]."""
 
     router: Linear
     up: Tensor
-    """Gate over up of each expert [X, 2 F, E]."""
     down: Tensor
-    """[X, E, F]"""
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -207,12 +202,8 @@ class Layer:
         return self.query_norm.weight, self.key_norm.weight
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Placement:
-    """Where one named tensor goes.
-
-    Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)
-    """
+class Placement(NamedTuple):
+    """Where one named tensor goes: Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)"""
 
     target: Tensor
     """A view of a static tensor."""

@@ -70,13 +70,11 @@ def default_cache_bytes(device: torch.device) -> int:
 
 
 class PageRefs(NamedTuple):
-    """Some pages of one chunk."""
+    """Some pages of one chunk: their places in it, and which of the pages asked for they are (None = all); int64."""
 
     chunk: Tensor
     places: Tensor
-    """Places in the chunk, int64 on the device."""
     rows: Tensor | None
-    """Which of the pages asked for these are, int64 on the device; None = all of them."""
 
 
 class PagePool:
@@ -301,17 +299,6 @@ class PagePlan:
     """Number of programs that divide the keys of a slot and head."""
     shared: bool = False
     """Whether pages that samples of a prompt share are read once for all of them."""
-
-
-def num_splits(num_keys: int, num_programs: int) -> int:
-    """Number of programs for the longest slot's keys, where there are `num_programs` slots times heads: a power of two, for
-    each number of them is a graph of its own."""
-    # No more programs than keys pay for, than fill the GPU, or than MOST_SPLITS.
-    wanted = min(num_keys / KEYS_PER_SPLIT, FEW_PROGRAMS / num_programs, MOST_SPLITS)
-    splits = 1
-    while splits < wanted:
-        splits *= 2
-    return splits
 
 
 class PromptGroups:
@@ -626,8 +613,13 @@ class PagedCache:
             self.groups.update(self.numbers[:num_slots], self.num_whole[:num_slots])
         # Pages that a group reads for a slot are no work of its own programs.
         own = self.counts[:num_slots] - self.groups.num_shared[:num_slots]
-        num_keys = int(own.max(initial=0)) * self.page_size
-        splits = num_splits(num_keys, num_slots * self.spec.num_kv_heads)
+        num_keys, num_programs = int(own.max(initial=0)) * self.page_size, num_slots * self.spec.num_kv_heads
+        # No more programs than keys pay for, than fill the GPU, or than MOST_SPLITS.
+        wanted = min(num_keys / KEYS_PER_SPLIT, FEW_PROGRAMS / num_programs, MOST_SPLITS)
+        # A power of two, for each number of them is a graph of its own.
+        splits = 1
+        while splits < wanted:
+            splits *= 2
         return PagePlan(splits=splits, shared=self.groups.any_shared)
 
 

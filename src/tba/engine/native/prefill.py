@@ -70,10 +70,6 @@ class WaitingPrompt:
         """Whether its response has tokens of its own already."""
         return self.responses[0].written is not None
 
-    def is_of(self, response: Response) -> bool:
-        """Whether a response begins as these do."""
-        return response.request is self.responses[0].request and not self.is_resumed and response.written is None
-
 
 class PrefillQueue:
     """Prompts read, whose responses wait for slots, in the order of the requests.
@@ -108,59 +104,12 @@ class PrefillQueue:
         self._num_responses = 0
 
     def read_for(self, count: int, version: int) -> None:
-        """Read, if fewer than `count` responses wait."""
+        """Read until `count` responses wait, and `read_ahead` prompts more. A turn of an episode is one response, not K."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
-        if missing > 0 and not self.exhausted:
-            self._read(missing, version)
-
-    def resumed(self) -> list[WaitingPrompt]:
-        """Prompts up to the last whose response was taken out when it had tokens already."""
-        # They stand in front of all that never ran.
-        return list(self.waiting)[
-            : max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
-        ]
-
-    def first(self, version: int) -> WaitingPrompt | None:
-        """The prompt whose response comes next; None where there is none that `version` has prefilled."""
-        stored = self.waiting[0].stored if self.waiting else None
-        return self.waiting[0] if stored is not None and stored.ready and stored.version == version else None
-
-    def take(self) -> Response:
-        """The response that comes next, to start now."""
-        first = self.waiting[0]
-        # The cache has given the slot its room before (`_has_room`): a failed start leaves the queue as it was.
-        response = first.responses.popleft()
-        # With its last response started, the prompt's keys and values need not be kept any longer.
-        if not first.responses:
-            self.waiting.popleft()
-        return response
-
-    def put_back(self, response: Response) -> None:
-        """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
-        first = self.waiting[0] if self.waiting else None
-        # Beside its siblings where they still wait, so that one prefill serves it as well.
-        if first is not None and first.is_of(response):
-            first.responses.appendleft(response)
-        else:
-            self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
-
-    def give_back(self, num_kept: int) -> bool:
-        """A turn that is kept, else the last prompt that is in the cache but for the first `num_kept`, leaves it -> whether
-        there was one."""
-        if self.cache.turns.drop_oldest():
-            return True
-        for waiting in reversed(list(self.waiting)[num_kept:]):
-            if waiting.stored is not None:
-                self.cache.drop(waiting.stored)
-                # It is prefilled again when its turn comes; its place in the queue is the same.
-                waiting.stored = None
-                return True
-        return False
-
-    def _read(self, num_responses: int, version: int) -> None:
-        """Read so many responses, and `read_ahead` prompts at least. A turn of an episode is one response, not K."""
+        if missing <= 0 or self.exhausted:
+            return
         found: list[WaitingPrompt] = []
-        count = 0
+        num_found = 0
         for request in self.requests:
             # Nothing may start now, as under a pace limit; reading goes on at the next call.
             if request is None:
@@ -177,14 +126,57 @@ class PrefillQueue:
                     # Order of the requests, over the whole call: it decides who goes on where memory is short.
                     response.order = self._num_responses
                     self._num_responses += 1
-                count += len(responses)
+                num_found += len(responses)
                 found.append(WaitingPrompt(responses=deque(responses)))
             # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
-            if (count >= num_responses and len(found) >= self.read_ahead) or self.completed:
+            if (num_found >= missing and len(found) >= self.read_ahead) or self.completed:
                 break
         else:
             self.exhausted = True
         self.waiting.extend(found)
+
+    def resumed(self) -> list[WaitingPrompt]:
+        """Prompts up to the last whose response was taken out when it had tokens already."""
+        # They stand in front of all that never ran.
+        count = max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
+        return list(self.waiting)[:count]
+
+    def first(self, version: int) -> WaitingPrompt | None:
+        """The prompt whose response comes next; None where there is none that `version` has prefilled."""
+        stored = self.waiting[0].stored if self.waiting else None
+        return self.waiting[0] if stored is not None and stored.ready and stored.version == version else None
+
+    def take(self) -> Response:
+        """The response that comes next, to start now."""
+        # The cache has given the slot its room before (`_has_room`): a failed start leaves the queue as it was.
+        response = self.waiting[0].responses.popleft()
+        # With its last response started, the prompt's keys and values need not be kept any longer.
+        if not self.waiting[0].responses:
+            self.waiting.popleft()
+        return response
+
+    def put_back(self, response: Response) -> None:
+        """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
+        first = self.waiting[0] if self.waiting else None
+        is_new = response.written is None and first is not None and not first.is_resumed
+        # Beside its siblings where they still wait, so that one prefill serves it as well.
+        if first is not None and is_new and first.responses[0].request is response.request:
+            first.responses.appendleft(response)
+        else:
+            self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
+
+    def give_back(self, num_kept: int) -> bool:
+        """A turn that is kept, else the last prompt that is in the cache but for the first `num_kept`, leaves it -> whether
+        there was one."""
+        if self.cache.turns.drop_oldest():
+            return True
+        for waiting in reversed(list(self.waiting)[num_kept:]):
+            if waiting.stored is not None:
+                self.cache.drop(waiting.stored)
+                # It is prefilled again when its turn comes; its place in the queue is the same.
+                waiting.stored = None
+                return True
+        return False
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
@@ -246,12 +238,7 @@ class SlotPrefill:
         places = np.array(starts)[:, None] + np.arange(columns)
         real = np.arange(columns) < np.array([[len(row)] for row in rows])
         attend = ContinuedAttention(
-            self.decoder.spec,
-            lambda layer: (keys[layer], values[layer]),
-            starts,
-            columns,
-            dtype=cache.keys.dtype,
-            device=device,
+            self.decoder.spec, lambda layer: (keys[layer], values[layer]), starts, columns, cache.keys.dtype, device
         )
         ids = padded(rows, columns=columns, device=device)
         # Padding may lie beyond the tables of positions; no real token sees it.
@@ -324,12 +311,17 @@ class PagedPrefill:
                 break  # in order: a later one must not take the pages that this one waits for
             if stored.ready:
                 continue
+            start, rest = stored.num_computed, len(stored.ids) - stored.num_computed
             # A prompt is cut only where it must be: a pass over the rest costs as much as one over more.
-            if left < len(stored.ids) - stored.num_computed <= most:
+            if left < rest <= most:
                 break
-            part = self._part(stored, left)
-            parts.append(part)
-            left -= part.size
+            allowed = left
+            if start and self._has_masks:
+                allowed = min(left, MASK_NUMBERS // (start + left))
+            # Parts end with a page unless the prompt does, so that the next part begins with one.
+            size = min(rest, max(allowed // self.cache.page_size, 1) * self.cache.page_size)
+            parts.append(Part(stored, start, start + size))
+            left -= size
         return parts
 
     def _better_later(self, waiting: Sequence[WaitingPrompt], version: int) -> set[int]:
@@ -357,46 +349,32 @@ class PagedPrefill:
                 found.update(index for index in members if index != longest)
         return found
 
-    def _part(self, stored: PagedPrompt, most: int) -> Part:
-        """The next part of a prompt: the rest, or whole pages, at least one."""
-        page, start = self.cache.page_size, stored.num_computed
-        if start and self._has_masks:
-            most = min(most, MASK_NUMBERS // (start + most))
-        # Parts end with a page unless the prompt does, so that the next part begins with one.
-        size = min(len(stored.ids) - start, max(most // page, 1) * page)
-        return Part(stored, start, start + size)
-
     def _begun(self, waiting: Sequence[WaitingPrompt], index: int, version: int) -> PagedPrompt | None:
         """The prompt in the cache, with pages for all its tokens; None where there are not so many."""
         prompt, cache = waiting[index], self.cache
         if prompt.stored is not None and prompt.stored.version != version:
-            self._drop(prompt)
+            cache.drop(prompt.stored)
+            prompt.stored = None
         if prompt.stored is None:
             # A page for each response that runs or comes before stays free: what is computed now should not have to leave
             # at once. Those that come later leave, if need be.
             num_spare = int((cache.counts > 0).sum()) + sum(len(other.responses) for other in waiting[:index])
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
-            prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            key = prompt.responses[0].key
-            # Earlier prompts come first: those behind lose their pages, the last one first. Its own turn stays to the end:
-            # its pages are the beginning of this prompt.
-            while prompt.stored is None and (cache.turns.drop_oldest(but=key) or self._drop_last(later)):
-                prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            if prompt.stored is not None:
-                cache.turns.drop(key)  # its pages are the prompt's now
+            key, ids = prompt.responses[0].key, prompt.sequence[:-1]
+            # The turn that it goes on from stays to the end: its pages are the beginning of this prompt.
+            own = key if cache.turns.has_beginning(key, ids) else None
+            while (begun := cache.begin(ids, version, num_spare=num_spare)) is None:
+                if cache.turns.drop_oldest(but=own):
+                    continue
+                # Earlier prompts come first: those behind lose their pages, the last one first.
+                if not later:
+                    return None
+                last = later.pop()
+                cache.drop(last.stored)
+                last.stored = None
+            prompt.stored = begun
+            cache.turns.drop(key)  # its pages are the prompt's now
         return prompt.stored
-
-    def _drop_last(self, prompts: list[WaitingPrompt]) -> bool:
-        """The last of some prompts leaves the cache -> whether there was one."""
-        if not prompts:
-            return False
-        self._drop(prompts.pop())
-        return True
-
-    def _drop(self, prompt: WaitingPrompt) -> None:
-        """A prompt leaves the cache, to be computed again later."""
-        self.cache.drop(prompt.stored)
-        prompt.stored = None
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         """Parts of similar size, together where what came before is as long: then no mask is needed. Short ones after short
@@ -454,9 +432,7 @@ class PagedPrefill:
             return keys, values
 
         starts = [len(pages) * pool.page_size for pages in before]
-        return ContinuedAttention(
-            self.decoder.spec, earlier, starts, columns, dtype=self.cache.dtype, device=pool.device
-        )
+        return ContinuedAttention(self.decoder.spec, earlier, starts, columns, self.cache.dtype, pool.device)
 
 
 class ContinuedAttention(CausalAttention):
@@ -468,7 +444,6 @@ class ContinuedAttention(CausalAttention):
         earlier: Callable[[int], tuple[Tensor, Tensor]],
         starts: Sequence[int],
         num_columns: int,
-        *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
