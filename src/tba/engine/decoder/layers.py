@@ -8,8 +8,8 @@ weights. Tokens are sorted by expert, so that each matrix product is one grouped
 on what is chosen and nothing is read back from the device, so that a captured CUDA graph serves every choice. (In fp32
 PyTorch's grouped product goes through the host: there is no graph then.)
 
-Axes: N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension, E hidden,
-X experts, C experts chosen by a token, R = N C rows, F MLP width.
+Axes: M layers, N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension,
+E hidden, X experts, C experts chosen by a token, R = N C rows, F MLP width.
 """
 
 from __future__ import annotations
@@ -100,48 +100,38 @@ def as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> T
 
 
 class CausalAttention:
-    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it. Every layer's keys
-    and values are kept when `keep` is set, else those of the layer at work."""
+    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it. Keys and values of
+    all layers are kept."""
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        num_rows: int,
-        num_columns: int,
-        *,
-        keep: bool = False,
-        dtype: torch.dtype = torch.float32,
+        self, spec: DecoderSpec, num_rows: int, num_columns: int, *, dtype: torch.dtype = torch.float32
     ) -> None:
         """`dtype` is that of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
-        self.spec = spec
-        self.dtype = dtype
+        self.spec, self.dtype = spec, dtype
         self.shape = (num_rows, num_columns)
-        self.keep = keep
         self._tables: tuple[Tensor, Tensor] | None = None
-        """Keys and values [layers kept, B, T, K, D]; made when the device is known."""
+        """Keys and values [M, B, T, K, D]; made when the device is known."""
         self.masks: dict[int, Tensor] = {}
 
     @property
     def keys(self) -> Tensor:
-        """Keys [layers kept, B, K, T, D], a view."""
+        """Keys [M, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[0].transpose(2, 3)
 
     @property
     def values(self) -> Tensor:
-        """Values [layers kept, B, K, T, D], a view."""
+        """Values [M, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[1].transpose(2, 3)
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The tensors [N, K, D] of a layer's keys and values; a kernel that fills them at once needs no `store`."""
-        spec = self.spec
         if self._tables is None:
-            # Without `keep` one layer's tables serve all: each layer writes over those of the one before.
-            shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
+            shape = (self.spec.num_layers, *self.shape, self.spec.num_kv_heads, self.spec.head_dim)
             keys, values = (torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2))
             self._tables = (keys, values)
-        keys, values = (table[layer if self.keep else 0].flatten(0, 1) for table in self._tables)
+        keys, values = (table[layer].flatten(0, 1) for table in self._tables)
         return keys, values
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
@@ -152,8 +142,7 @@ class CausalAttention:
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         query = as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
-        kept = layer if self.keep else 0
-        attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask, sinks_H)
+        attended = attention(self.spec, layer, query, self.keys[layer], self.values[layer], mask, sinks_H)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:

@@ -141,7 +141,6 @@ class PagePool:
         return freed
 
     def release_all(self) -> None:
-        """Free all pages."""
         self.references[:] = 0
         # Descending, scratch left out: the lowest number is taken first.
         self._free = np.arange(self.num_pages - 1, SCRATCH, -1, dtype=np.int64)
@@ -291,13 +290,12 @@ class PrefixIndex:
 # --- how a decode step reads pages -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PagePlan:
+class PagePlan(NamedTuple):
     """How a decode step reads pages: PagePlan(splits=4, shared=True). A captured graph is for one plan."""
 
-    splits: int = 1
+    splits: int
     """Number of programs that divide the keys of a slot and head."""
-    shared: bool = False
+    shared: bool
     """Whether pages that samples of a prompt share are read once for all of them."""
 
 
@@ -312,52 +310,42 @@ class PromptGroups:
         self.num_shared = np.zeros(num_slots, dtype=np.int64)
         """The same on the host."""
 
-    @property
-    def any_shared(self) -> bool:
-        return bool(self.num_shared.any())
-
     @torch.inference_mode()
     def update(self, pages_SP: np.ndarray, num_whole_S: np.ndarray) -> None:
         """Find the groups of the first slots, by their page numbers; `num_whole` are those that a slot never writes into."""
         able = np.flatnonzero(num_whole_S >= LEAST_SHARED_PAGES)
-        if len(able) < 2 and not self.any_shared:
+        if len(able) < 2 and not self.num_shared.any():
             return
-        members, shared = self._found(pages_SP, num_whole_S, able)
-        if shared.any() or self.any_shared:
+        members = np.full(self.members.shape, -1, dtype=np.int64)
+        shared = np.zeros(len(self.num_shared), dtype=np.int64)
+        if len(able) >= 2:
+            # Pages are shared in order from the first on: those with the same one here have the same ones before it.
+            name = pages_SP[able, LEAST_SHARED_PAGES - 1]
+            order = np.argsort(name, kind="stable")
+            slots, name = able[order], name[order]
+            begins, sizes = _runs(np.append(True, name[1:] != name[:-1]))
+            # Groups larger than a tile are cut: a rank of 0 begins the next one.
+            rank = (np.arange(len(slots)) - np.repeat(begins, sizes)) % MOST_MEMBERS
+            begins, sizes = _runs(rank == 0)
+            group = np.repeat(np.arange(len(begins)), sizes)
+            members[group, rank] = slots
+            # A slot alone shares nothing: its own pass reads its pages.
+            members[np.flatnonzero(sizes == 1)] = -1
+            # Up to the first page in which a member differs from its group's first, and never one that a member writes into.
+            longest = int(num_whole_S[slots].max())
+            rows = pages_SP[slots, :longest]
+            alike = rows == rows[begins][group]
+            lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
+            common = np.minimum.reduceat(np.minimum(lengths, num_whole_S[slots]), begins)
+            common[sizes == 1] = 0
+            shared[slots] = common[group]
+        if shared.any() or self.num_shared.any():
             both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
             uploaded = on_device(torch.from_numpy(both), self.shared.device)
             # In place: captured graphs read these tensors by their addresses.
             self.members.copy_(uploaded[:, :MOST_MEMBERS])
             self.shared.copy_(uploaded[:, MOST_MEMBERS])
         self.num_shared = shared
-
-    def _found(self, pages_SP: np.ndarray, num_whole_S: np.ndarray, able: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Members [G, R] of each group, and how many pages each slot shares."""
-        members = np.full(self.members.shape, -1, dtype=np.int64)
-        shared = np.zeros(len(self.num_shared), dtype=np.int64)
-        if len(able) < 2:
-            return members, shared
-        # Pages are shared in order from the first on: those with the same one here have the same ones before it.
-        name = pages_SP[able, LEAST_SHARED_PAGES - 1]
-        order = np.argsort(name, kind="stable")
-        slots, name = able[order], name[order]
-        begins, sizes = _runs(np.append(True, name[1:] != name[:-1]))
-        # Groups larger than a tile are cut: a rank of 0 begins the next one.
-        rank = (np.arange(len(slots)) - np.repeat(begins, sizes)) % MOST_MEMBERS
-        begins, sizes = _runs(rank == 0)
-        group = np.repeat(np.arange(len(begins)), sizes)
-        members[group, rank] = slots
-        # A slot alone shares nothing: its own pass reads its pages.
-        members[np.flatnonzero(sizes == 1)] = -1
-        # Up to the first page in which a member differs from its group's first, and never a page that one writes into.
-        longest = int(num_whole_S[slots].max())
-        rows = pages_SP[slots, :longest]
-        alike = rows == rows[begins][group]
-        lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
-        common = np.minimum.reduceat(np.minimum(lengths, num_whole_S[slots]), begins)
-        common[sizes == 1] = 0
-        shared[slots] = common[group]
-        return members, shared
 
 
 def _runs(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -620,7 +608,7 @@ class PagedCache:
         splits = 1
         while splits < wanted:
             splits *= 2
-        return PagePlan(splits=splits, shared=self.groups.any_shared)
+        return PagePlan(splits=splits, shared=bool(self.groups.num_shared.any()))
 
 
 def side_by_side(pages: Tensor, shape: tuple[int, ...]) -> Tensor:

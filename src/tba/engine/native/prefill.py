@@ -215,7 +215,7 @@ class SlotPrefill:
         columns = max([1, *(len(row) for row in rows)])
         ids = padded(rows, columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
-        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
+        attend = CausalAttention(self.decoder.spec, *ids.shape, dtype=self.cache.keys.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
         # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
         keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
@@ -403,7 +403,7 @@ class PagedPrefill:
         if starts.any():
             attend: CausalAttention = self._continued(parts, columns)
         else:
-            attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=cache.dtype)
+            attend = CausalAttention(self.decoder.spec, *ids.shape, dtype=cache.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
         # Real tokens only, in the order of np.flatnonzero(real): row by row.
         pages = np.concatenate(
@@ -448,7 +448,7 @@ class ContinuedAttention(CausalAttention):
         device: torch.device,
     ) -> None:
         """`earlier` gives the keys and values [B, K, L, D] of a layer, of which part b sees the first `starts[b]`."""
-        super().__init__(spec, len(starts), num_columns, keep=True, dtype=dtype)
+        super().__init__(spec, len(starts), num_columns, dtype=dtype)
         self.earlier, self.width = earlier, max(starts)
         self.is_full = min(starts) == max(starts)
         """Whether every part sees all that is read: then the mask is that of the last queries of one causal sequence."""
