@@ -49,7 +49,6 @@ class Engine(ABC):
         self.stop_ids = frozenset(stop_ids)
         self.seed, self.slots, self.max_length, self.update = seed, slots, max_length, update
         self.vocabulary = vocabulary
-        """Number of token ids."""
         self.prepare: Callable[[Weights], Weights] | None = None
         """Function from the weights that arrive to those that are loaded (LoRA); None = they are the same."""
         self._pending: Weights | None = None
@@ -108,7 +107,6 @@ class Engine(ABC):
         `between_steps`. Responses that wait are not ended: the caller asks again. An engine that cannot goes on."""
 
     def _load_pending(self) -> None:
-        """Take the weights that waited, once no response is unfinished."""
         if self._pending is not None and not self._any_unfinished():
             # Cleared first: `_use` may raise, and the same weights would raise again when the call ends.
             weights, self._pending = self._pending, None

@@ -23,7 +23,6 @@ from tba.types import Weights
 logger = logging.getLogger("tba.engine")
 
 DEFAULT_SLOTS = 128
-"""Number of responses decoded side by side where generate.slots does not say."""
 SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
 """Most tokens in one reference pass, by device."""
 

@@ -120,7 +120,6 @@ class SamplingState:
 
     @classmethod
     def of(cls, responses: Sequence[Response], seed: int, device: torch.device) -> SamplingState:
-        """The settings of responses that are about to start."""
         numbers = [sampling_numbers(response, seed) for response in responses]
         return cls(**{name: torch.tensor([row[name] for row in numbers], device=device) for name in numbers[0]})
 
@@ -131,7 +130,6 @@ class SamplingState:
 
 
 def sampling_numbers(response: Response, seed: int) -> dict[str, int | float]:
-    """The fields of `SamplingState` for a response that is about to start."""
     sampling = response.sampling
     return {
         "key": response_key(seed, response.request.prompt.id, response.sample_index),

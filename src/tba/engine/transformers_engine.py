@@ -199,7 +199,6 @@ class ResponseBatch:
         self._needs = [sampling_needs(response.sampling) for response in responses]
 
     def open_spans(self, version: int) -> None:
-        """From here on this version chooses."""
         for row in self.open_rows:
             self.responses[row].open_span(self._num_tokens(row), version)
 
@@ -231,11 +230,10 @@ class ResponseBatch:
         return self._take_finished(stop_ids)
 
     def _append(self, rows_B: Tensor, sampled: Sequence[Tensor]) -> None:
-        fills = (0, float("nan"), float("nan"))
-        size = (len(self.responses),)
-        tokens, behaviour, policy = (part.new_full(size, fill) for part, fill in zip(sampled, fills))
-        for column, part in zip((tokens, behaviour, policy), sampled):
-            column[rows_B] = part
+        fills, size = (0, float("nan"), float("nan")), (len(self.responses),)
+        tokens, behaviour, policy = (
+            part.new_full(size, fill).index_copy_(0, rows_B, part) for part, fill in zip(sampled, fills)
+        )
         self._columns.append((tokens, behaviour, policy))
         # The mask grows with the token that the next step feeds, in rows that have finished as well.
         self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
@@ -252,7 +250,16 @@ class ResponseBatch:
             or self._num_tokens(row) >= self.responses[row].sampling.max_new_tokens
         ]
         self.open_rows.difference_update(finished)
-        done = self._completions(finished, stop_ids) if finished else []
+        done = []
+        if finished:
+            # Read from the device at once, for all that have ended.
+            tables = (torch.stack(part, dim=1)[finished].cpu().numpy() for part in zip(*self._columns))
+            for row, chosen, *log_probs in zip(finished, *tables):
+                response = self.responses[row]
+                unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
+                ids = np.concatenate((response.request.prefix_ids, chosen)).astype(np.int32)
+                behaviour, policy = (np.concatenate((unknown, own)) for own in log_probs)
+                done.append(response.completion(ids, behaviour, policy, stop_ids))
         # At half only: choosing rows copies the cache of those that stay.
         if self.abilities.selects and self.open_rows and 2 * len(self.open_rows) <= len(self.rows):
             # A place is a row of the batch now; a row number names a response for good.
@@ -265,27 +272,9 @@ class ResponseBatch:
         return self.responses[row].num_prefix_tokens + len(self._columns)
 
     def _select(self, places: Tensor) -> None:
-        """Have these rows of mask and cache, in this order."""
         for cache in self._cache.values():
             cache.batch_select_indices(places)
         self._mask = self._mask[places]
-
-    def _completions(self, rows: list[int], stop_ids: frozenset[int]) -> list[Completion]:
-        """The finished records of some responses, read from the device at once."""
-        tokens, behaviour, policy = (torch.stack(part, dim=1)[rows].cpu().numpy() for part in zip(*self._columns))
-        done = []
-        for place, row in enumerate(rows):
-            response = self.responses[row]
-            unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
-            done.append(
-                response.completion(
-                    np.concatenate((response.request.prefix_ids, tokens[place])).astype(np.int32),
-                    np.concatenate((unknown, behaviour[place])),
-                    np.concatenate((unknown, policy[place])),
-                    stop_ids,
-                )
-            )
-        return done
 
 
 def left_padded(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -311,8 +300,7 @@ class CacheAbilities(NamedTuple):
     padding, and some caches select the rows of their keys and forget those of their states."""
 
     takes_positions: bool
-    """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count positions
-    wrongly."""
+    """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count wrongly."""
     caches: bool
     """Reading a token with the cache of those before it; otherwise everything is read again for each token."""
     selects: bool = False
@@ -376,5 +364,4 @@ def _is_exact(model: Any, abilities: CacheAbilities, lengths: Sequence[int], row
 
 
 def _distance(p: Tensor, q: Tensor) -> Tensor:
-    """Mean total variation distance."""
     return (p - q).abs().sum(-1).mean() / 2

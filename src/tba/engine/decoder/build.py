@@ -97,7 +97,6 @@ def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
 
 
 def _rotations(model: PreTrainedModel, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
-    """Rotation tables from the model's own rotary module, so that every static rotary type is right."""
     kinds = sorted(set(spec.rotary_kinds) - {""})
     if not kinds:
         return {}
@@ -228,7 +227,6 @@ class _Builder:
         return torch.cat((query, key, value.flatten(0, 1)))
 
     def _linear(self, sources: list[tuple[str, Callable[[Tensor], Tensor]]]) -> Linear:
-        """One matrix of all sources stacked; with a bias when they have one."""
         turned = _transpose if self.names.transposed else _same
         weight = self._stack([(f"{name}.weight", arrange) for name, arrange in sources], turned, self.dtype)
         if f"{sources[0][0]}.bias" not in self.shapes:
@@ -281,7 +279,6 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _transpose(tensor: Tensor) -> Tensor:
-    """A matrix, or each of several, turned."""
     return tensor.transpose(-1, -2)
 
 
@@ -306,7 +303,6 @@ def check_decoder(model: nn.Module, decoder: Decoder, max_length: int) -> None:
 
 
 def tolerance(model: nn.Module, decoder: Decoder) -> float:
-    """Largest mean total variation distance that rounding explains."""
     is_coarse = torch.bfloat16 in (decoder.dtype, next(model.parameters()).dtype)
     return TOLERANCE[torch.bfloat16 if is_coarse else torch.float32]
 
@@ -371,7 +367,6 @@ def check_engine(model: nn.Module, engine: Engine, decoder: Decoder, max_length:
 
 @torch.no_grad()
 def _own_log_probs(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Log-probs [B, T, V] by the model's own forward pass."""
     # Dropout would make the model's own log-probs random.
     was_training, _ = model.training, model.eval()
     logits = model(input_ids=ids_BT.to(next(model.parameters()).device), use_cache=False).logits

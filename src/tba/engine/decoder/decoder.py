@@ -170,7 +170,6 @@ class Decoder:
         return norm(heads_NHD) if self.spec.query_key_norm == "head" else norm(heads_NHD.flatten(1)).view_as(heads_NHD)
 
     def _gated(self, inner: Tensor) -> Tensor:
-        """The activation of a dense MLP: of gate over up where it is gated."""
         if not self.spec.gated:
             return self.activation(inner)
         size = inner.shape[-1] // 2
@@ -261,7 +260,6 @@ def _arranged_like(base: Placement, module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Key that a tensor and its views share."""
     return tensor.untyped_storage().data_ptr()
 
 

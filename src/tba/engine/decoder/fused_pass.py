@@ -48,7 +48,6 @@ def why_never_fused(spec: DecoderSpec) -> str | None:
 
 
 def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> FusedPass | None:
-    """The fused pass of a decoder; None on a CPU, without Triton, or for a family that computes otherwise."""
     serves = weights.embedding.is_cuda and why_not_fused(spec) is None
     return FusedPass(spec, weights, rotations) if serves else None
 
@@ -87,7 +86,6 @@ class FusedPass:
         return self._add_norm(x_NE, added, self.weights.final_norm)
 
     def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend) -> None:
-        """Keys and values of every layer, nothing else; x is used up."""
         added: Added | None = None
         last = self.spec.num_layers - 1
         for index in range(last):
@@ -170,7 +168,6 @@ class FusedPass:
         return gated_linear(x, up.weight, up.bias, tile, gelu=self.is_gelu)
 
     def _added(self, linear: Linear, x: Tensor, post_norm: Norm | None) -> Added:
-        """Sum that a product adds to the residual stream, normed where its output is."""
         from tba.engine.kernels.layer import linear_parts
 
         # A post-norm needs the whole sum, so the parts could not wait for the next norm.
@@ -195,7 +192,6 @@ class FusedPass:
         return add_norm(x, delta, weight, epsilon, self.dtype, bias_E=bias, delta_scale=self.spec.residual_scale)
 
     def _normed(self, output: Tensor, norm: Norm | None) -> Tensor:
-        """Sum that attention or MLP adds, normed where its output is, in fp32."""
         from tba.engine.kernels.layer import add_norm
 
         return output if norm is None else add_norm(output, None, norm.weight, norm.epsilon, torch.float32)

@@ -29,7 +29,6 @@ class ExpertsSpec:
 
     num_experts: int
     num_chosen: int
-    """Experts that a token goes through."""
     mlp_size: int
     layers: tuple[bool, ...]
     """Whether a layer has experts; the others have a dense MLP."""
@@ -58,7 +57,6 @@ class DecoderSpec:
     windows: tuple[int | None, ...]
     """Number of tokens that a token sees, itself included, by layer; None = all before it."""
     query_scales: tuple[float, ...]
-    """Factor of query x key, by layer."""
     rotary_kinds: tuple[str, ...]
     """Name of the rotation table, by layer; "" = none (learned positions)."""
     rotary_dim: int = 0
@@ -88,7 +86,6 @@ class DecoderSpec:
     """Cap of attention scores, which become cap * tanh(score / cap); None = off."""
     logit_cap: float | None = None
     tied: bool = False
-    """Whether the head is the embedding matrix."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in the soft-max and adds nothing, as in GPT-OSS."""
     experts: ExpertsSpec | None = None
@@ -206,11 +203,8 @@ class Placement(NamedTuple):
     """Where one named tensor goes: Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)"""
 
     target: Tensor
-    """A view of a static tensor."""
     shape: tuple[int, ...]
-    """Shape of the named tensor."""
     arrange: Callable[[Tensor], Tensor]
-    """Function from the named tensor to the values of the target."""
 
 
 @dataclass(kw_only=True, eq=False)

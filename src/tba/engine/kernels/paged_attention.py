@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 PAGE = 64
-"""Number of positions of a page."""
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR = 2
 """Number of programs of the shared pass that a multiprocessor holds at once."""

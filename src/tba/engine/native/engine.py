@@ -508,7 +508,6 @@ class NativeEngine(Engine):
             self._finished.append((responses, turns, counts, tables))
 
     def _remove(self, slots: Sequence[int]) -> list[Response]:
-        """Responses that are not finished leave their slots."""
         responses = [self._slots.remove(slot) for slot in slots]
         self.state.vacate(torch.tensor(slots, device=self.state.device))
         self.cache.release(slots)

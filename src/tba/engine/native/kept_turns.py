@@ -40,7 +40,6 @@ class KeptTurns(Generic[T]):
         return len(self._turns)
 
     def keep(self, key: TurnKey, stored: T) -> KeptTurn[T]:
-        """Keep what the cache holds of a response."""
         self.drop(key)
         while len(self._turns) >= self._most:
             self.drop_oldest()
@@ -48,7 +47,6 @@ class KeptTurns(Generic[T]):
         return turn
 
     def has(self, key: TurnKey, turn: KeptTurn[T]) -> bool:
-        """Whether this turn is still kept."""
         return self._turns.get(key) is turn
 
     def has_beginning(self, key: TurnKey, ids: np.ndarray) -> bool:
@@ -62,7 +60,6 @@ class KeptTurns(Generic[T]):
         return self._turns.pop(key).stored if self.has_beginning(key, ids) else None
 
     def drop(self, key: TurnKey) -> None:
-        """Drop the turn of this response, if there is one."""
         if key in self._turns:
             self._release(self._turns.pop(key).stored)
 

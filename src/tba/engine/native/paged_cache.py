@@ -41,7 +41,6 @@ logger = logging.getLogger("tba.engine")
 PAGE = 64
 """Number of positions of a page, as the kernels have it (kernels/paged_attention.py)."""
 SCRATCH = 0
-"""Number of the page that stands where there is none."""
 LEAST_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
 """Size of the first chunk, by device; later ones are a quarter of all before, and never smaller: few chunks, little more
 memory than is used."""
@@ -62,7 +61,6 @@ FEW_PROGRAMS = 4096
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Most memory for the keys and values of one engine, where nothing else was said."""
     if device.type != "cuda":
         return CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -93,7 +91,6 @@ class PagePool:
         self.offsets = np.zeros(0, dtype=np.int64)
         """Offset of each page from the first chunk, in elements."""
         self.references = np.zeros(0, dtype=np.int64)
-        """Number of users of each page."""
         self._chunk_of = np.zeros(0, dtype=np.int64)
         self._place = np.zeros(0, dtype=np.int64)
         """Place of each page in its chunk."""
@@ -114,7 +111,6 @@ class PagePool:
 
     @property
     def base(self) -> Tensor:
-        """The first chunk, from which offsets count."""
         return self.chunks[0]
 
     def allocate(self, count: int) -> np.ndarray | None:
@@ -147,7 +143,6 @@ class PagePool:
         self.num_free = len(self._free)
 
     def locate(self, pages: np.ndarray) -> list[PageRefs]:
-        """Where pages lie, chunk by chunk, for `read`."""
         return [
             PageRefs(
                 self.chunks[chunk], self._upload(self._place[pages[rows]]), self._upload(rows) if several else None
@@ -178,7 +173,6 @@ class PagePool:
                 self.chunks[chunk][:, :, part][page, :, :, place] = table[:, token].transpose(0, 1)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole pages."""
         for source, rows, _ in self._by_chunk(sources):
             # Gathered into a new tensor first: a target may lie in the chunk that is read.
             found = self.chunks[source][self._upload(self._place[sources[rows]])]
@@ -248,7 +242,6 @@ class PrefixIndex:
         self._keys: dict[int, tuple[int, int, bytes]] = {}
 
     def find(self, ids: np.ndarray, version: int) -> np.ndarray:
-        """Pages that hold the beginning of a sequence, as many as there are."""
         found: list[int] = []
         # `found` is the chain's memory too: the key of a page names the page that was found before it.
         for key in self._chain(ids, version, found):
@@ -270,7 +263,6 @@ class PrefixIndex:
         return np.array(held, dtype=np.int64)
 
     def forget(self, pages: np.ndarray) -> None:
-        """Remove these pages: no prompt is found in them any more."""
         for page in pages.tolist():
             key = self._keys.pop(page, None)
             if key is not None:
@@ -308,7 +300,6 @@ class PromptGroups:
         self.shared = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """Number of leading pages of each slot that its group reads for it, [S]."""
         self.num_shared = np.zeros(num_slots, dtype=np.int64)
-        """The same on the host."""
 
     @torch.inference_mode()
     def update(self, pages_SP: np.ndarray, num_whole_S: np.ndarray) -> None:
@@ -349,7 +340,6 @@ class PromptGroups:
 
 
 def _runs(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Begins and sizes of the runs that start where the flag is set."""
     begins = np.flatnonzero(is_first)
     return begins, np.diff(np.append(begins, len(is_first)))
 
@@ -364,7 +354,6 @@ class PagedPrompt:
     ids: np.ndarray
     """Tokens of the prompt and what follows it, int64, but the last: that is fed at the first decode step."""
     version: int
-    """Version of the weights that compute it."""
     pages: np.ndarray
     """Page numbers: as many as all the tokens need."""
     num_computed: int = 0
@@ -372,7 +361,6 @@ class PagedPrompt:
 
     @property
     def ready(self) -> bool:
-        """Whether a response may start from it."""
         return self.num_computed == len(self.ids)
 
 
@@ -397,7 +385,6 @@ class PagedCache:
         self.numbers = np.full((num_slots, width), SCRATCH, dtype=np.int64)
         """Page numbers, a row per slot."""
         self.counts = np.zeros(num_slots, dtype=np.int64)
-        """Number of pages of each slot."""
         self.num_whole = np.zeros(num_slots, dtype=np.int64)
         """Number of leading pages that each slot never writes into: its prompt's whole ones."""
         self.table = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
@@ -505,7 +492,6 @@ class PagedCache:
         self._groups_changed = True
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
-        """Give the pages of slots to other slots, which have none."""
         taken, given = np.asarray(sources), np.asarray(targets)
         # Both rows are others now: the old one is cleared, and the new one has the old one's pages.
         for slots in (taken, given):
@@ -516,7 +502,6 @@ class PagedCache:
         self._groups_changed = True
 
     def clear(self) -> None:
-        """All slots, prompts and turns give their pages back."""
         self.turns.clear()
         self.pool.release_all()
         self.prefixes.clear()
@@ -528,7 +513,6 @@ class PagedCache:
 
     @torch.inference_mode()
     def wipe(self) -> None:
-        """Set all keys and values to zero, those in use too."""
         for chunk in self.pool.chunks:
             chunk.zero_()
 
@@ -565,7 +549,6 @@ class PagedCache:
         return np.concatenate((held, pages[len(held) :]))
 
     def drop(self, prompt: PagedPrompt) -> None:
-        """Release the pages of a prompt, from which no further response starts."""
         self._release(prompt.pages)
 
     def forget_prefixes(self) -> None:
@@ -580,7 +563,6 @@ class PagedCache:
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Bring the device's tables and pages up to date."""
         if self._copies:
             sources, targets = np.array(self._copies).T
             self.pool.copy(sources, targets)

@@ -98,7 +98,6 @@ class PrefillQueue:
         self.stop_ids = stop_ids
         self.waiting: deque[WaitingPrompt] = deque()
         self.exhausted = False
-        """Whether the requests have come to their end."""
         self.completed: list[Completion] = []
         """Responses whose prefix was complete already; the engine hands them out."""
         self._num_responses = 0
@@ -253,8 +252,6 @@ class SlotPrefill:
 
 
 class Part(NamedTuple):
-    """Tokens of a prompt that are computed in one pass."""
-
     prompt: PagedPrompt
     start: int
     end: int
@@ -265,8 +262,6 @@ class Part(NamedTuple):
 
 
 class PagedPrefill:
-    """Computes keys and values of prompts into the pages of a cache."""
-
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
         spec = decoder.spec

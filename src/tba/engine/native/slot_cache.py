@@ -43,9 +43,7 @@ class SlotPrompt:
     values: Tensor
     """[M, B, K, L, D]"""
     row: int
-    """Place of the prompt in the batch."""
     version: int
-    """Version of the weights that computed it."""
     ready: bool = True
 
 
@@ -71,10 +69,8 @@ class SlotCache:
         self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
         self.keys = self.arrange(self.values)
         self._starts: list[tuple[int, SlotPrompt]] = []
-        """Slots whose prompt is not copied yet."""
         self.turns = KeptTurns[SlotTurn](TURNS_PER_SLOT * num_slots)
         self._longest = 0
-        """Number of positions that the longest response so far may need."""
 
     @property
     def num_positions(self) -> int:
@@ -111,13 +107,11 @@ class SlotCache:
 
     @torch.inference_mode()
     def keep(self, key: TurnKey, slot: int, num_positions: int) -> KeptTurn[SlotTurn]:
-        """Keep the keys and values of a response that leaves its slot."""
         own = torch.tensor([slot], device=self.values.device)
         keys, values = self.keys[self._keys_upto(own, num_positions)], self.values[:, own, :, :num_positions]
         return self.turns.keep(key, SlotTurn(keys=keys, values=values))
 
     def name(self, key: TurnKey, turn: KeptTurn[SlotTurn], ids: np.ndarray, version: int) -> None:
-        """The tokens of a turn have come."""
         turn.ids = ids
 
     def release(self, slots: Sequence[int]) -> None:
@@ -154,7 +148,6 @@ class SlotCache:
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
-        """Copy the first positions of slots to other slots."""
         source, target = on_device(torch.tensor([sources, targets]), self.values.device)
         self.keys[self._keys_upto(target, num_keys)] = self.keys[self._keys_upto(source, num_keys)]
         self.values[:, target, :, :num_keys] = self.values[:, source, :, :num_keys]

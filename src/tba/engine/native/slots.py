@@ -121,7 +121,6 @@ class SlotTable:
         return int((self.most_positions[running] - 1 - positions).max(initial=0))
 
     def youngest(self) -> int:
-        """Slot of the response that was asked for last."""
         running, _ = self.reach(0)
         return int(running[self.orders[running].argmax()])
 
@@ -130,7 +129,6 @@ class SlotTable:
         return int(self.positions[: self.count].max()) + 1
 
     def needs(self) -> SamplingNeeds:
-        """Features that at least one running response needs of the next decode step."""
         # Gaps keep the flags of their last response: that may ask for more than is needed, never for less.
         found = np.any(self.flags[: self.count], axis=0).tolist()
         # `forbidden` ends when every response has its min_new_tokens, so it is worked out for each step.
@@ -182,7 +180,6 @@ class SlotState:
             )
 
     def column(self, name: str, num_slots: int) -> Tensor:
-        """One column of the first slots, a view."""
         if name in FLOATS:
             return self.floats[:num_slots, FLOATS.index(name)]
         return self.integers[:num_slots, INTEGERS.index(name)]
@@ -198,14 +195,12 @@ class SlotState:
         return AsyncCopy(integers if integers.is_cuda else integers.clone())
 
     def columns(self, num_slots: int) -> Columns:
-        """Views of the first slots for the kernels that choose tokens."""
         from tba.engine.kernels.choose_tokens import Columns
 
         views = {name: self.column(name, num_slots) for name in (*INTEGERS, *FLOATS)}
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
-        """Views of the first slots for `sample`."""
         same = {name: self.column(name, num_slots) for name in (*FLOATS, "top_k", "greedy", "min_new_tokens")}
         return SamplingState(key=self.column("keys", num_slots), position=self.column("num_tokens", num_slots), **same)
 
@@ -216,7 +211,6 @@ class SlotState:
 
     @torch.inference_mode()
     def place(self, slots: Sequence[int], responses: Sequence[Response], seed: int) -> None:
-        """Start responses in slots whose cache holds their prompt and prefix."""
         chosen = on_device(torch.tensor(slots), self.device)
         numbers = [sampling_numbers(response, seed) for response in responses]
         for response, row in zip(responses, numbers):
