@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,6 +53,12 @@ class Engine(ABC):
         """Function from the weights that arrive to those that are loaded (LoRA); None = they are the same."""
         self._pending: Weights | None = None
         self._generating = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a clone shares with its engine."""
+        names = ("stop_ids", "seed", "slots", "max_length")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def has_pending(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class TransformersEngine(Engine):
         self,
         model: nn.Module,
         *,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         seed: int,
         max_length: int,
         slots: int = 128,
@@ -81,14 +81,7 @@ class TransformersEngine(Engine):
         return self._abilities
 
     def clone_for_evaluation(self) -> TransformersEngine:
-        other = TransformersEngine(
-            self.model,
-            stop_ids=sorted(self.stop_ids),
-            seed=self.seed,
-            max_length=self.max_length,
-            slots=self.slots,
-            version=self.version,
-        )
+        other = TransformersEngine(self.model, version=self.version, **self.options)
         other._abilities = self._abilities  # the same model: nothing is tried twice
         return other
 

@@ -152,15 +152,7 @@ class VllmEngine(Engine):
     def clone_for_evaluation(self) -> VllmEngine:
         """A second engine over the same vLLM. While it generates, what this one has running goes on too, with the same
         weights, and is handed out when this one's turn comes."""
-        return VllmEngine(
-            self._shared,
-            stop_ids=self.stop_ids,
-            seed=self.seed,
-            slots=self.slots,
-            max_length=self.max_length,
-            vocabulary=self.vocabulary,
-            update="in_flight",
-        )
+        return VllmEngine(self._shared, vocabulary=self.vocabulary, update="in_flight", **self.options)
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float

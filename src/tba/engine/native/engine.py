@@ -70,7 +70,7 @@ class NativeEngine(Engine):
         self,
         model: nn.Module | Decoder,
         *,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         seed: int,
         slots: int,
         max_length: int,
@@ -92,7 +92,6 @@ class NativeEngine(Engine):
             stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=size, update=update
         )
         self._load_in_place = InPlaceLoader(self.decoder)
-        self._dtype = dtype
         self.state = SlotState(slots, self.device)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         # The same set twice: ids for `sample`, and a flag for each word, which kernels look up without a search.
@@ -160,14 +159,7 @@ class NativeEngine(Engine):
         # Made once: its tables and graphs cost as much memory and time as this one's.
         if self._sibling is None:
             self._sibling = NativeEngine(
-                self.decoder,
-                stop_ids=sorted(self.stop_ids),
-                seed=self.seed,
-                slots=self.slots,
-                max_length=self.max_length,
-                dtype=self._dtype,
-                device=self.device,
-                max_cache_bytes=self._max_cache_bytes,
+                self.decoder, device=self.device, max_cache_bytes=self._max_cache_bytes, **self.options
             )
         # Its decoder is this one's, weights included: a load here is a load there, and only the number is behind.
         self._sibling.version = self.version

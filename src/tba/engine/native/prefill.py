@@ -157,9 +157,9 @@ class PrefillQueue:
     def put_back(self, response: Response) -> None:
         """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
         first = self.waiting[0] if self.waiting else None
-        is_new = response.written is None and first is not None and not first.is_resumed
         # Beside its siblings where they still wait, so that one prefill serves it as well.
-        if first is not None and is_new and first.responses[0].request is response.request:
+        is_sibling = first is not None and first.responses[0].request is response.request
+        if first is not None and is_sibling and not first.is_resumed and response.written is None:
             first.responses.appendleft(response)
         else:
             self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
