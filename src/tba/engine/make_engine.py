@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -138,7 +139,7 @@ def with_adapters(engine: Engine, model: PreTrainedModel) -> Engine:
 
     def prepare_first(weights: Weights) -> Weights:
         # Decided at the first load and not before: until then the model may have no adapter.
-        engine.prepare = partial(merged, model)
+        prepare: Callable[[Weights], Weights] = partial(merged, model)
         if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
             try:
                 # From here on published bundles hold the adapter alone: the base stays as the decoder was made with it.
@@ -146,14 +147,14 @@ def with_adapters(engine: Engine, model: PreTrainedModel) -> Engine:
             except UnsupportedModel as reason:
                 logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
             else:
-                engine.prepare = None
-                return weights
+                prepare = lambda given: given  # noqa: E731
         if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
             # The engine's copy gets the same adapter modules: names of base and adapter tensors fit it from then on.
             engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
             base = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            engine.prepare = lambda given: Weights(version=given.version, tensors={**base, **given.tensors})
-        return engine.prepare(weights)
+            prepare = lambda given: Weights(version=given.version, tensors={**base, **given.tensors})  # noqa: E731
+        engine.prepare = prepare
+        return prepare(weights)
 
     engine.prepare = prepare_first
     return engine

@@ -243,7 +243,7 @@ class ResponseBatch:
             or self._num_tokens(row) >= self.responses[row].sampling.max_new_tokens
         ]
         self.open_rows.difference_update(finished)
-        done = []
+        done: list[Completion] = []
         if finished:
             # Read from the device at once, for all that have ended.
             tables = (torch.stack(part, dim=1)[finished].cpu().numpy() for part in zip(*self._columns))

@@ -179,17 +179,18 @@ class _Builder:
             qkv=self._linear([(prefix + name, arrange) for name, arrange in zip(names.qkv, arranges)]),
             output=self._linear([(prefix + names.output, _same)]),
             mlp_norm=norm(names.mlp_norm),
-            mlp=self._experts(prefix)
-            if has_experts
-            else DenseMlp(
-                up=self._linear([(prefix + name, _same) for name in names.up]),
-                down=self._linear([(prefix + names.down, _same)]),
-            ),
+            mlp=self._experts(prefix) if has_experts else self._dense(prefix),
             sinks=self._stack([(prefix + names.sinks, _same)], _same, torch.float32) if spec.sinks else None,
             query_norm=head_norm(names.query_norm, head_dims[0]),
             key_norm=head_norm(names.key_norm, head_dims[1]),
             attention_post_norm=norm(names.attention_post_norm, spec.post_norms),
             mlp_post_norm=norm(names.mlp_post_norm, spec.post_norms),
+        )
+
+    def _dense(self, prefix: str) -> DenseMlp:
+        return DenseMlp(
+            up=self._linear([(prefix + name, _same) for name in self.names.up]),
+            down=self._linear([(prefix + self.names.down, _same)]),
         )
 
     def _experts(self, prefix: str) -> Experts:
@@ -245,8 +246,7 @@ class _Builder:
         target = torch.zeros(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=self.device)
         start = 0
         for (name, arrange), shape in zip(sources, shapes):
-            own = target[start : start + shape[0]]
-            self._place(name, own, lambda given, arrange=arrange: arrange(turned(given)))  # type: ignore[misc]
+            self._place(name, target[start : start + shape[0]], _composed(turned, arrange))
             start += shape[0]
         return target
 
@@ -285,6 +285,10 @@ def _transpose(tensor: Tensor) -> Tensor:
 def _gate_first_of_pairs(rows: Tensor) -> Tensor:
     """Gate and up in turns along the second axis -> all of the gate, then all of up."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+
+def _composed(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: then(first(tensor))
 
 
 # --- checks against the model ----------------------------------------------------------------------------------------

@@ -335,7 +335,8 @@ class NativeEngine(Engine):
         # Before `place`, which writes prefixes into the tables: they must have the columns.
         self.state.reserve(max(response.sampling.max_new_tokens for _, response in started))
         self.cache.flush()  # before any step: the device must know the pages of the slots that run
-        self.state.place(*zip(*started), self.seed)
+        places, responses = zip(*started)
+        self.state.place(places, responses, self.seed)
         for slot, response in started:
             # One that was taken out goes on in its span, unless other weights came in the meantime.
             if response.written is None or response.spans[-1][1] != self.version:
