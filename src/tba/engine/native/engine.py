@@ -228,14 +228,15 @@ class NativeEngine(Engine):
         sampling: Sampling,
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
+        # More prompts than fill all slots would only wait, and their keys and values grow stale.
+        read_ahead = max(1, min(READ_AHEAD[self.device.type], self.slots // samples_per_prompt))
         queue = self._queue = PrefillQueue(
-            requests,
+            requests=requests,
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
             stop_ids=self.stop_ids,
-            num_slots=self.slots,
-            read_ahead=READ_AHEAD[self.device.type],
+            read_ahead=read_ahead,
         )
         try:
             yield from self._loop(queue, between_steps)

@@ -71,39 +71,26 @@ class WaitingPrompt:
         return self.responses[0].written is not None
 
 
+@dataclass(kw_only=True, eq=False)
 class PrefillQueue:
-    """Prompts read, whose responses wait for slots, in the order of the requests.
+    """Prompts read, whose responses wait for slots, in the order of the requests. Requests are read lazily: only when slots
+    are free, so an endless iterator serves as well as a list."""
 
-    Requests are read lazily: only when slots are free, and at most `READ_AHEAD` prompts more than they need, so an
-    endless iterator serves as well as a list.
-    """
-
-    def __init__(
-        self,
-        requests: Iterator[Request | None],
-        *,
-        samples_per_prompt: int,
-        sampling: Sampling,
-        cache: KeyValueCache,
-        stop_ids: Collection[int],
-        num_slots: int,
-        read_ahead: int,
-    ) -> None:
-        self.requests = requests
-        # More prompts than fill all slots would only wait, and their keys and values grow stale.
-        self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
-        self.samples_per_prompt = samples_per_prompt
-        self.sampling = sampling
-        self.cache = cache
-        self.stop_ids = stop_ids
-        self.waiting: deque[WaitingPrompt] = deque()
-        self.exhausted = False
-        self.completed: list[Completion] = []
-        """Responses whose prefix was complete already; the engine hands them out."""
-        self._num_responses = 0
+    requests: Iterator[Request | None]
+    samples_per_prompt: int
+    sampling: Sampling
+    cache: KeyValueCache
+    stop_ids: Collection[int]
+    read_ahead: int
+    """Number of prompts that are read together, at least."""
+    waiting: deque[WaitingPrompt] = field(default_factory=deque)
+    exhausted: bool = False
+    completed: list[Completion] = field(default_factory=list)
+    """Responses whose prefix was complete already; the engine hands them out."""
+    _num_responses: int = 0
 
     def read_for(self, count: int, version: int) -> None:
-        """Read until `count` responses wait, and `read_ahead` prompts more. A turn of an episode is one response, not K."""
+        """Read until `count` responses wait; a turn of an episode is one response, not K."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
         if missing <= 0 or self.exhausted:
             return
