@@ -95,11 +95,8 @@ class SlotCache:
         self.reserve(self._longest)
         for batch in {id(prompt.values): prompt for _, prompt in self._starts}.values():
             chosen = [(slot, prompt.row) for slot, prompt in self._starts if prompt.values is batch.values]
-            slots, rows = on_device(torch.tensor(chosen), self.values.device).unbind(1)
-            # What lies beyond the cache is padding: `reserve` was called for the prompt itself.
-            length = min(batch.values.shape[3], self.values.shape[3])
-            self.keys[self._keys_upto(slots, length)] = batch.keys[self._keys_upto(rows, length)]
-            self.values[:, slots, :, :length] = batch.values[:, rows, :, :length]
+            targets, rows = on_device(torch.tensor(chosen), self.values.device).unbind(1)
+            self.fork(targets, batch, rows)
         self._starts.clear()
 
     def hold(self, running: np.ndarray, positions: np.ndarray) -> bool:
@@ -145,6 +142,13 @@ class SlotCache:
         # Zeros, not garbage: masked keys have weight 0, and 0 x NaN would be NaN.
         self.keys = F.pad(self.keys, (0, extra) if self.positions_last else (0, 0, 0, extra))
         self.values = F.pad(self.values, (0, 0, 0, extra))
+
+    def fork(self, slots: Tensor, prefilled: SlotPrompt, rows: Tensor) -> None:
+        """Copy prompt `rows[i]` of a batch into slot `slots[i]`."""
+        # What lies beyond the cache is padding: `reserve` was called for the prompt itself.
+        length = min(prefilled.values.shape[3], self.values.shape[3])
+        self.keys[self._keys_upto(slots, length)] = prefilled.keys[self._keys_upto(rows, length)]
+        self.values[:, slots, :, :length] = prefilled.values[:, rows, :, :length]
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
