@@ -278,12 +278,12 @@ def _backward_in_parts(
     R, (roots, branches, both) = sizes.root_tokens, _of_parts(at, sizes)
     found = (d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R])
     dq_roots, dk_roots, dv_roots = _backward(*found, *roots, causal=True, scale=scale)
-    of_branches = (out[R:], sums[:, R:].contiguous())
+    outs, of_sums = out[R:], sums[:, R:].contiguous()
     dq_own, dk_own, dv_own = _backward(
-        d_out[R:], q[R:], k[R:], v[R:], *of_branches, *branches, causal=True, scale=scale
+        d_out[R:], q[R:], k[R:], v[R:], outs, of_sums, *branches, causal=True, scale=scale
     )
     dq_root, dk_root, dv_root = _backward(
-        d_out[R:], q[R:], k[:R], v[:R], *of_branches, *both, causal=False, scale=scale
+        d_out[R:], q[R:], k[:R], v[:R], outs, of_sums, *both, causal=False, scale=scale
     )
     dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
     dq[:R] = dq_roots

@@ -80,7 +80,7 @@ class PPO(Objective):
         target, value = return_N[kept_N], values_N.detach()[kept_N]
         variance = float(target.var(unbiased=False)) if len(target) else 0.0
         explained = 1.0 - float((target - value).var(unbiased=False)) / variance if variance > 0.0 else 0.0
-        metrics = {
+        metrics: dict[str, float | Tensor] = {
             **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
             "objective/value_loss": value_loss.detach(),
             "objective/value_explained": explained,

@@ -87,14 +87,12 @@ class ArithmeticTask(RightOrWrong):
         self._problems: dict[Split, Sequence[Problem]] = {}
         # Made one by one, each time they are asked for: drawing and encoding all takes seconds, and the trainer, which only
         # counts them, need not wait for that. None is kept, or a searcher's memory would grow with every rollout.
-        self._prompts: dict[Split, LazyPrompts] = {
-            split: LazyPrompts(count, partial(self._prompt, split))
-            for split, count in (
-                ("train", inputs.config.num_train_prompts),
-                ("held_out", HELD_OUT_PROBLEMS),
-                ("validation", VALIDATION_PROBLEMS),
-            )
+        counts: dict[Split, int] = {
+            "train": inputs.config.num_train_prompts,
+            "held_out": HELD_OUT_PROBLEMS,
+            "validation": VALIDATION_PROBLEMS,
         }
+        self._prompts = {split: LazyPrompts(count, partial(self._prompt, split)) for split, count in counts.items()}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         # Whether prompts fit the model's context shows at once. Problems differ by a few words only: one stands for all.
