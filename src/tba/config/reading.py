@@ -194,8 +194,9 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         shown = override if len(override) <= 200 else f"{override[:200]}..."
         raise ConfigError(f"override {shown!r}: the value is not valid YAML: {yaml_message(error)}") from None
     # YAML 1.1 reads `1e-5` as text; users mean the number.
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return key.split("."), float(value) if is_number else value
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)
+    return key.split("."), value
 
 
 def _set(data: dict[str, Any], key: list[str], value: Any) -> None:

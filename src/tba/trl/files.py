@@ -207,9 +207,15 @@ class ModelReward:
             from tba.tasks.encoders import load_encoder
 
             use_cpu()  # a worker imports torch for this reward only, and has no device or threads set
-            options: dict[str, Any] = {"tokenizer_path": self.tokenizer, "num_labels": 1, "dtype": "auto"}
-            kind = AutoModelForSequenceClassification
-            self._loaded = load_encoder(kind, self.path, key="reward_funcs", device="cpu", **options)
+            self._loaded = load_encoder(
+                AutoModelForSequenceClassification,
+                self.path,
+                key="reward_funcs",
+                device="cpu",
+                tokenizer_path=self.tokenizer,
+                num_labels=1,
+                dtype="auto",
+            )
         template = self._loaded.tokenizer.apply_chat_template
         chats = [isinstance(prompt, list) for prompt in prompts]
         texts = [

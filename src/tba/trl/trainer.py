@@ -141,11 +141,13 @@ class TBATrainer:
         if self._by_name:
             self._model = None  # its memory is the run's now
         try:
-            options: dict[str, Any] = {
-                "resume": resume_from_checkpoint or False,
-                "accept_lost_replay": accept_lost_replay,
-            }
-            summary = train(self.config, **options, listener=self._handler, keep_earlier=True)
+            summary = train(
+                self.config,
+                resume=resume_from_checkpoint or False,
+                accept_lost_replay=accept_lost_replay,
+                listener=self._handler,
+                keep_earlier=True,
+            )
         except RunFinished:  # as in TRL: there is no step left to make
             folder = RunFolder(self.run_folder)
             summary = read_summary(folder) or {}
