@@ -294,9 +294,10 @@ class Distance:
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None
     ) -> list[np.ndarray]:
         """Log-probabilities of every response's tokens under the start model, group after group."""
-        pairs = [(group.prompt.token_ids, own.token_ids) for group in groups for own in group.completions]
-        parts = (pairs[part] for part in in_parts(len(pairs), RESPONSES_AT_ONCE, between_steps))
-        return [scores for part in parts for scores in self.start.score(*map(list, zip(*part)), temperature)]
+        prompts = [group.prompt.token_ids for group in groups for _ in group.completions]
+        responses = [completion.token_ids for group in groups for completion in group.completions]
+        parts = in_parts(len(responses), RESPONSES_AT_ONCE, between_steps)
+        return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
 
 
 RESAMPLES = 10_000

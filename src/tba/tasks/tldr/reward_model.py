@@ -422,13 +422,13 @@ def read_pairs(path: Path, *, on_bad_row: Literal["stop", "skip"] = "stop") -> l
     def pair_of(row: DataRow) -> Pair:
         require_object(row, columns="a `prompt`, a `chosen` and a `rejected` response")
         # As they stand, with the space before them that a tokenizer may need.
-        both = [text_column(row, column) for column in ("chosen", "rejected")]
-        for column, text in zip(("chosen", "rejected"), both):
+        chosen, rejected = (text_column(row, column) for column in ("chosen", "rejected"))
+        for column, text in (("chosen", chosen), ("rejected", rejected)):
             if not text.strip():
                 raise BadRow("empty response", f"{row.place}: `{column}` is empty.")
-        if both[0] == both[1]:
+        if chosen == rejected:
             raise BadRow("no preference", f"{row.place}: `chosen` and `rejected` are the same.")
-        return Pair(prompt_column(row, "prompt"), *both, place=row.place, line=row.line)
+        return Pair(prompt_column(row, "prompt"), chosen, rejected, place=row.place, line=row.line)
 
     bad = BadRows(on_bad_row, skip_by=SKIP)
     pairs = bad.keep(jsonl_rows(path, bad), pair_of)
