@@ -295,9 +295,12 @@ class Distance:
     ) -> list[np.ndarray]:
         """Log-probabilities of every response's tokens under the start model, group after group."""
         prompts = [group.prompt.token_ids for group in groups for _ in group.completions]
-        responses = [completion.token_ids for group in groups for completion in group.completions]
-        parts = in_parts(len(responses), RESPONSES_AT_ONCE, between_steps)
-        return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
+        responses = [own.token_ids for group in groups for own in group.completions]
+        return [
+            scores
+            for part in in_parts(len(prompts), RESPONSES_AT_ONCE, between_steps)
+            for scores in self.start.score(prompts[part], responses[part], temperature)
+        ]
 
 
 RESAMPLES = 10_000
@@ -325,8 +328,11 @@ def responses_file(path: Path) -> Iterator[KeepResponses]:
             for group, of_group, right in zip(groups, outcomes, solved, strict=True):
                 responses = []
                 for text, outcome, own in zip(group.texts, of_group, right, strict=True):
-                    failed = isinstance(outcome, RewardFailed)
-                    rewards = {"reward_failed": str(outcome)} if failed else {"rewards": dict(outcome)}
+                    rewards: dict[str, object] = (
+                        {"reward_failed": str(outcome)}
+                        if isinstance(outcome, RewardFailed)
+                        else {"rewards": dict(outcome)}
+                    )
                     responses.append({"text": text, **rewards, "solved": bool(own)})
                 line = {"prompt_id": group.prompt.id, "kind": kind, "prompt": group.prompt.text, "responses": responses}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

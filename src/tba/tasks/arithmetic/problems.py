@@ -87,8 +87,11 @@ class ArithmeticTask(RightOrWrong):
         self._problems: dict[Split, Sequence[Problem]] = {}
         # Made one by one, each time they are asked for: drawing and encoding all takes seconds, and the trainer, which only
         # counts them, need not wait for that. None is kept, or a searcher's memory would grow with every rollout.
-        counts: dict[Split, int] = {"train": inputs.config.num_train_prompts, "held_out": HELD_OUT_PROBLEMS}
-        counts["validation"] = VALIDATION_PROBLEMS
+        counts: dict[Split, int] = {
+            "train": inputs.config.num_train_prompts,
+            "held_out": HELD_OUT_PROBLEMS,
+            "validation": VALIDATION_PROBLEMS,
+        }
         self._prompts = {split: LazyPrompts(count, partial(self._prompt, split)) for split, count in counts.items()}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -99,12 +102,11 @@ class ArithmeticTask(RightOrWrong):
     def _prompt(self, split: Split, place: int) -> Prompt:
         if split not in self._problems:
             # Drawn once, and kept as small objects.
-            num_train = self._inputs.config.num_train_prompts
-            if split == "train":
-                self._problems[split] = train_problems(num_train)
+            if split == "held_out":
+                self._problems[split] = held_out_problems()
             else:
-                is_held_out = split == "held_out"
-                self._problems[split] = held_out_problems() if is_held_out else validation_problems(num_train)
+                draw = train_problems if split == "train" else validation_problems
+                self._problems[split] = draw(self._inputs.config.num_train_prompts)
         problem = self._problems[split][place]
         columns = {"answer": problem.answer, "solution": problem.solution}
         return self._inputs.prompt(f"{split}-{place}", problem.text, columns)

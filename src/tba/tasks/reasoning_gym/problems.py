@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.tasks.data.make_prompt import uses_chat
 from tba.tasks.questions import DrawnPrompts, PackageTask
 from tba.tasks.reasoning_gym.generators import AnswerPlace, Generator, Problem, Scorer

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.tasks.data.make_prompt import question_key, uses_chat
 from tba.tasks.questions import DrawnPrompts, PackageTask, Problem
 from tba.tasks.task import Split, TaskInputs
