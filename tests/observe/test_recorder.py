@@ -30,6 +30,14 @@ def lines(recorder: Recorder) -> list[dict]:
     return list(map(json.loads, recorder.folder.metrics.read_text().splitlines()))
 
 
+def test_from_step_10_000_on_every_tenth_step_has_a_line_and_later_every_hundredth(recorder):
+    for step in (*range(9_998, 10_021), *range(99_901, 100_101)):
+        recorder.step(step, {"loss": float(step)})
+    assert [(line["step"], line["loss"]) for line in lines(recorder)] == [
+        (step, step) for step in (9_998, 9_999, 10_000, 10_010, 10_020, *range(99_910, 100_000, 10), 100_000, 100_100)
+    ]
+
+
 def test_the_state_does_not_grow_with_the_steps(recorder, monkeypatch):
     monkeypatch.setattr(module, "KEPT_TIMES", 100)
     sizes = []

@@ -290,7 +290,8 @@ class Recorder:
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
-        self._write(step, metrics)
+        if step % thinning(step) == 0 or self.progress >= 1.0:
+            self._write(step, metrics)
         self._listener.logged(step, metrics)
         self._progress.step(step, metrics)
         # Once, early: how long a run will take that is far from done.
@@ -468,3 +469,9 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
+
+
+def thinning(step: int) -> int:
+    """Steps for each line of metrics.jsonl, so that long runs do not fill the disk: 1 below step 10,000, 10 below 100,000,
+    then 100."""
+    return 10 ** max(0, len(str(step)) - 4)
