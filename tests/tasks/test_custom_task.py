@@ -184,6 +184,13 @@ def test_chat_messages_go_through_the_template_up_to_the_answer(tokenizer):
     assert tokenizer.decode(encode(CHAT, tokenizer)) == "<bos>Mia has 3 pens.\n####"
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    begun = [*CHAT, {"role": "assistant", "content": "Mia has"}]
+    # As in TRL: the message is not ended, and no other begins.
+    assert tokenizer.decode(encode(begun, tokenizer)) == "<bos>Mia has 3 pens.\nMia has"
+
+
 def test_chat_without_a_template_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         encode(CHAT, tokenizer)

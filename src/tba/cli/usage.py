@@ -197,6 +197,8 @@ def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
     options, name = option_names(context), option.lstrip("-").replace("-", "_")
     hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
+    if name.startswith("config") and "arguments" in (parameter.name for parameter in context.command.params):
+        hint = f": the file has no option, write `{context.command_path} CONFIG.yaml`."
     if any(parameter.name == name for parameter in context.command.params):
         hint = f": write `{context.command_path} {name.upper()}`."
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):

@@ -28,6 +28,8 @@ class ConfigError(ValueError):
     """Keys that there are not; their lines begin with `unknown key KEY:`."""
 
 
+SUFFIXES = ("", ".yaml", ".yml", ".json")
+"""Endings of config files."""
 WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)")
 """Whole numbers as YAML 1.2 has them. YAML 1.1 reads 0100 as 64 and 1:30 as 90."""
 
@@ -180,7 +182,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.")
+        other = f" A config is YAML, and {path.suffix} is another format." if path.suffix not in SUFFIXES else ""
+        raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.{other}")
     return data
 
 
@@ -206,6 +209,8 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
+    if key.startswith(("+", "~", "-")):
+        raise ConfigError(f"override {override!r}: a setting has nothing before its key: write {override.lstrip('+~-')}.")
     if not equals or not key:
         raise ConfigError(
             f"override {override!r} has no value: write section.key=value, for example train.max_steps=100."
@@ -255,6 +260,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return _section_needed(location, problem["input"])
+    if problem["type"] == "string_type" and isinstance(problem["input"], (list, dict)):
+        return f"{key}: one text is needed, got {problem['input']!r}."
     if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
         kind = type(problem["input"]).__name__
         return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""

@@ -357,7 +357,8 @@ def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
         raise BadRow("missing column", wanted + others)
     prompt = row.value["prompt"]
     if not isinstance(prompt, str) and not is_chat(prompt):
-        raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
+        got = shortened(json.dumps(prompt, ensure_ascii=False), 120)
+        raise BadRow("wrong type", f"{wanted} Each content is one text, without images or parts. Got {got}.")
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not any(content.strip() for content in contents):
         raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
