@@ -162,8 +162,15 @@ CONFIGS = {
         ["search.reward_timeout_seconds=0"],
         "search.reward_timeout_seconds: Input should be greater",
     ),
+    "a generator by the package's other name": (
+        ["task.name=reasoning-gym:gcd"],
+        "task.name=reasoning-gym:gcd is spelled reasoning_gym:gcd.",
+    ),
     "a setting as Hydra adds one": (["+train.max_steps=3"], "nothing before its key: write train.max_steps=3."),
-    "data in two files": (["task.data=[a.jsonl, b.jsonl]"], "task.data: one text is needed, got ['a.jsonl', 'b.jsonl']"),
+    "data in two files": (
+        ["task.data=[a.jsonl, b.jsonl]"],
+        "task.data: one text is needed, got ['a.jsonl', 'b.jsonl']",
+    ),
     "a config as an option": (["--config", "c.yaml"], "the file has no option, write `tba train CONFIG.yaml`"),
     "an option in the plural": (["--rewards", "r.py:f"], "there is no option --rewards: did you mean --reward?"),
     "an option that is none": (["--learning-rate", "1"], "did you mean train.learning_rate=...?"),
@@ -189,6 +196,11 @@ FILES = {
         [*own(model="runs/own/checkpoints/step-1"), "name=own", "overwrite=true"],
         {"runs/own/config.yaml": "seed: 1\n", "runs/own/checkpoints/step-1/manifest.json": '{"files": {}}'},
         "is part of the run in runs/own, which a new run there replaces",
+    ),
+    "imports that are a run": (
+        [*PROBLEM, "replay.imports=[old]"],
+        {"old/replay.sqlite": ""},
+        "old is of a run, and JSONL is needed: `tba replay old --export groups.jsonl` writes it.",
     ),
     "imports that are a folder": ([*PROBLEM, "replay.imports=[runs]"], {}, "runs is a folder. Give a JSONL file"),
     "imports with other rewards": (
@@ -475,7 +487,7 @@ RUNS = {
     ),
     "an environment that is made of something": (
         ["model.path=@/model", "--environment", "g.py:G", "name=g-g-tb-seed0"],
-        {"g.py": "class G:\n    def __init__(self, level): pass\n    def reset(self): pass\n    def step(self, text): pass\n"},
+        {"g.py": "class G:\n    def __init__(self, level): 0\n    def reset(self): 0\n    def step(self, text): 0\n"},
         "environment G asks for level to be made, and it gets no arguments: give defaults",
     ),
     "a tool for a model without a chat template": (
@@ -591,6 +603,7 @@ COMMANDS = {
         {},
         "cannot be read: ZeroDivisionError",
     ),
+    "two runs to compare": (["compare", "a", "b"], {}, "argument(s) (b): write `tba compare STUDY.yaml`."),
     "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),
 }
 CASES = [

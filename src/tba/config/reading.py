@@ -183,7 +183,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         other = f" A config is YAML, and {path.suffix} is another format." if path.suffix not in SUFFIXES else ""
-        raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.{other}")
+        raise ConfigError(
+            f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.{other}"
+        )
     return data
 
 
@@ -210,7 +212,9 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
     if key.startswith(("+", "~", "-")):
-        raise ConfigError(f"override {override!r}: a setting has nothing before its key: write {override.lstrip('+~-')}.")
+        raise ConfigError(
+            f"override {override!r}: a setting has nothing before its key: write {override.lstrip('+~-')}."
+        )
     if not equals or not key:
         raise ConfigError(
             f"override {override!r} has no value: write section.key=value, for example train.max_steps=100."

@@ -245,6 +245,8 @@ class TaskConfig(Section):
             return f"{path}:{full_path(kind)}" if kind.endswith(".py") else name
         if not (colon and path):
             return name
+        if (package := path.replace("-", "_").lower()) in PACKAGES:
+            raise ValueError(f"task.name={name} is spelled {package}:{kind}.")
         return f"{Path(path).expanduser().absolute()}:{kind}"
 
     @model_validator(mode="after")

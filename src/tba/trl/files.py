@@ -56,7 +56,10 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
-    # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
+    if isinstance(dataset, Mapping):  # load_dataset without a split
+        names = ", ".join(map(str, dataset))
+        raise ConfigError(f"{what} is a mapping of {names}: choose one, as dataset['train'], or {rows}.")
+    # A table of pandas is gone through by its columns' names, which are no rows.
     try:
         numbered = enumerate(dataset)
     except TypeError:  # PyTorch's datasets have no __iter__, and are gone through all the same

@@ -79,6 +79,10 @@ def _seeded(seed: int) -> Iterator[None]:
 def _check_name(name: str) -> None:
     from reasoning_gym.factory import DATASETS
 
+    if name == "composite":
+        raise ValueError(
+            "task.name=reasoning_gym:composite mixes Python objects, which no config holds: name one of them."
+        )
     if name in DATASETS:
         return
     near = difflib.get_close_matches(name, DATASETS, n=3)
