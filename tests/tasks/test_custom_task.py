@@ -383,6 +383,13 @@ def test_bad_data_is_named_by_line(tokenizer, write, content, message):
         custom(tokenizer, write("data.jsonl", content), reward, max_prompt_tokens=10)
 
 
+def test_a_row_of_no_known_environment_is_named_by_line(tokenizer, write):
+    classes = {"a": f"{games.__file__}:Guess", "b": f"{games.__file__}:Echo"}
+    data = write("data.jsonl", [{"environment": "a"}, {"environment": "c"}, {"prompt": "Mia"}])
+    with pytest.raises(ValueError, match=r"line 2 has environment='c': it must be one of a, b\. And 1 more"):
+        custom(tokenizer, data, environment={"classes": classes})
+
+
 @pytest.mark.parametrize(
     ("parameters", "needed"),
     [

@@ -217,3 +217,11 @@ turn.__doc__ = TURN
 def test_an_environment_that_cannot_be_used_is_refused_when_its_file_is_loaded(kind, options, message):
     with pytest.raises(ValueError, match=message):
         EnvironmentHost(EnvironmentSpec(classes={"it": kind}, rewards={"it": "it"}, **options))
+
+
+@pytest.mark.parametrize("value", [None, "good"])
+def test_a_get_reward_that_gives_no_number_is_named(value):
+    made = playground(type("Odd", (Silent,), {"get_reward": lambda self: value}))
+    made.start("it", COLUMNS, 0)
+    with pytest.raises(ValueError, match=f"get_reward returned {value!r}, which is no number"):
+        made.finish()

@@ -83,7 +83,7 @@ class CustomTask:
             inputs.max_prompt_tokens,
             config.chat_template_kwargs,
             needed,
-            environments=bool(config.environment.classes),
+            environments=tuple(config.environment.classes),
         )
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
@@ -154,7 +154,7 @@ def num_train_prompts(config: TaskConfig) -> int:
     if config.data is None:
         return config.num_train_prompts
     try:
-        reader = PromptReader(environments=bool(config.environment.classes))
+        reader = PromptReader(environments=tuple(config.environment.classes))
         return len(read_sides(config, reader, trains=False, tells=False)[0])
     except (OSError, ValueError):
         return 0
@@ -255,11 +255,11 @@ class PromptReader:
     """Arguments of the chat template besides the messages."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Columns that every row must have, each with the name of the reward that needs it."""
-    environments: bool = False
-    """Whether a row may do without a prompt: an environment's reset says what there is to do."""
+    environments: Sequence[str] = ()
+    """Names of the environments. With one a row may do without a prompt: its reset says what there is to do."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
-        is_silent = self.environments and isinstance(row.value, dict) and "prompt" not in row.value
+        is_silent = bool(self.environments) and isinstance(row.value, dict) and "prompt" not in row.value
         text = SILENT if is_silent else _prompt_text(row)
         if self.tokenizer is None:
             return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
@@ -274,6 +274,9 @@ class PromptReader:
                     f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
                     f"{hint}",
                 )
+        if len(self.environments) > 1 and (own := row.value.get("environment")) not in self.environments:
+            known = ", ".join(self.environments)
+            raise BadRow("unknown environment", f"{row.place} has environment={own!r}: it must be one of {known}.")
         if is_silent:
             return silent_prompt(_id(row, path), row.value)
         return make_prompt(

@@ -142,7 +142,10 @@ class Playground:
             rewards, _ = environment.close()
             self._rewards.append(float(sum(rewards.values()) if isinstance(rewards, Mapping) else rewards or 0.0))
         if hasattr(environment, "get_reward"):
-            self._rewards.append(float(_awaited(environment.get_reward())))
+            reward = _awaited(environment.get_reward())
+            if reward is None or isinstance(reward, str):
+                raise ValueError(f"get_reward returned {reward!r:.80}, which is no number")
+            self._rewards.append(float(reward))
         # An episode without a step has a reward of 0; tools alone give none.
         found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
         return Finished(found, _copy(environment) if self._copies else None, self._tool_errors)
