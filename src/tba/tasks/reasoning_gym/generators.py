@@ -81,7 +81,7 @@ def _check_name(name: str) -> None:
 
     if name == "composite":
         raise ValueError(
-            "task.name=reasoning_gym:composite mixes Python objects, which no config holds: name one of them."
+            "task.name=reasoning_gym:composite mixes others by Python objects, which no config holds: name one."
         )
     if name in DATASETS:
         return
