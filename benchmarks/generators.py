@@ -1,6 +1,6 @@
 """Generators of reasoning-gym, learned from start models that are made on the spot.
 
-    python benchmarks/generators.py [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
+    python -m benchmarks.generators [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
 
 A start model is a small Llama that was trained for a few hundred steps on the generator's own problems with flawed answers.
 Then `tba train task.name=reasoning_gym:NAME` runs with defaults for so many steps, or seconds where these end first. The
@@ -82,7 +82,7 @@ def make_start_model(name: str, folder: Path) -> None:
                 yield f"{problem['question']}\n", flawed(problem["answer"], start.slips, rng)
 
     with one_deterministic_thread():
-        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=384), training)
+        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=512), training)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
