@@ -36,6 +36,7 @@ DEMONSTRATION_SEED = 3_000_000_000
 """Seed of the problems that start models learn from, far from those of the task's splits."""
 TEMPLATE_SHARE = 0.5
 """Share of the questions that a word must be in to be one token; all else is read by the character."""
+NUM_HELD_OUT = 500
 SAMPLES = 4
 METRIC = f"reward@{SAMPLES}"
 
@@ -62,7 +63,10 @@ STARTS = {
 
 
 def task_settings(name: str) -> dict[str, Any]:
-    return {"name": f"reasoning_gym:{name}", "settings": {"options": dict(STARTS[name].options)}}
+    return {
+        "name": f"reasoning_gym:{name}",
+        "settings": {"options": dict(STARTS[name].options), "num_held_out": NUM_HELD_OUT},
+    }
 
 
 def make_start_model(name: str, folder: Path) -> None:
@@ -126,7 +130,7 @@ def learn(name: str, arguments: argparse.Namespace) -> str:
         model={"path": str(model)},
         task=task_settings(name),
         generate={"max_new_tokens": 48},
-        evaluate={"samples_per_prompt": SAMPLES, "num_prompts": 250, "every": 0},
+        evaluate={"samples_per_prompt": SAMPLES, "num_prompts": NUM_HELD_OUT, "every": 0},
         output=str(arguments.folder / name),
         name=f"seed{arguments.seed}",
         overwrite=True,
