@@ -39,8 +39,8 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"dev": [], "test": []}, r"row 0 of eval_dataset is a str: give rows, which are mappings with a `prompt`"),
-        ({"prompt": ["a"]}, r"row 0 of eval_dataset is a str: give rows"),
+        ({"dev": [], "test": []}, r"eval_dataset is a mapping of dev, test: choose one, as dataset\['train'\]"),
+        ({"prompt": ["a"]}, r"eval_dataset is a mapping of prompt: choose one, .* or give rows"),
         (5, "eval_dataset is a int: give rows, which are mappings with a `prompt`"),
         ([{"prompt": "a", "image": b"x"}], r"row 0 of eval_dataset cannot be written as JSON"),
     ],

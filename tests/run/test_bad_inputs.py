@@ -162,6 +162,16 @@ CONFIGS = {
         ["search.reward_timeout_seconds=0"],
         "search.reward_timeout_seconds: Input should be greater",
     ),
+    "a generator by the package's other name": (
+        ["task.name=reasoning-gym:gcd"],
+        "task.name=reasoning-gym:gcd is spelled reasoning_gym:gcd.",
+    ),
+    "a setting as Hydra adds one": (["+train.max_steps=3"], "nothing before its key: write train.max_steps=3."),
+    "data in two files": (
+        ["task.data=[a.jsonl, b.jsonl]"],
+        "task.data: one text is needed, got ['a.jsonl', 'b.jsonl']",
+    ),
+    "a config as an option": (["--config", "c.yaml"], "the file has no option, write `tba train CONFIG.yaml`"),
     "an option in the plural": (["--rewards", "r.py:f"], "there is no option --rewards: did you mean --reward?"),
     "an option that is none": (["--learning-rate", "1"], "did you mean train.learning_rate=...?"),
     "a logger that is not installed": (["observe.sinks=[wandb]"], "pip install wandb"),
@@ -187,6 +197,11 @@ FILES = {
         {"runs/own/config.yaml": "seed: 1\n", "runs/own/checkpoints/step-1/manifest.json": '{"files": {}}'},
         "is part of the run in runs/own, which a new run there replaces",
     ),
+    "imports that are a run": (
+        [*PROBLEM, "replay.imports=[old]"],
+        {"old/replay.sqlite": ""},
+        "old is of a run, and JSONL is needed: `tba replay old --export groups.jsonl` writes it.",
+    ),
     "imports that are a folder": ([*PROBLEM, "replay.imports=[runs]"], {}, "runs is a folder. Give a JSONL file"),
     "imports with other rewards": (
         *imported('{"prompt": "@", "completion": "w5", "rewards": {"other": 1}}\n'),
@@ -201,6 +216,11 @@ FILES = {
     ),
     "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
     "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
+    "a TOML file": (["c.toml"], {"c.toml": "max_steps = 3\n"}, "A config is YAML, and .toml is another format."),
+    "a prompt with an image": (
+        *data('{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x.png"}]}]}\n'),
+        "Each content is one text, without images or parts. Got",
+    ),
     "a YAML key that is a list": (["k.yaml"], {"k.yaml": "? [1, 2]\n: 3\n"}, "found unhashable key"),
     "a section that is a text": (
         ["s.yaml"],
@@ -465,6 +485,16 @@ RUNS = {
         *rewards("def f(data_source, solution_str, ground_truth=None): return {'acc': 1}\n"),
         "returned a dict with acc: it must have `score`",
     ),
+    "an environment that is made of something": (
+        ["model.path=@/model", "--environment", "g.py:G", "name=g-g-tb-seed0"],
+        {"g.py": "class G:\n    def __init__(self, level): 0\n    def reset(self): 0\n    def step(self, text): 0\n"},
+        "environment G asks for level to be made, and it gets no arguments: give defaults",
+    ),
+    "a tool for a model without a chat template": (
+        [*PROBLEM, "--tools", "t.py:t"],
+        {"t.py": 'def t():\n    """Do it."""\n'},
+        "has no chat template, which tools need: use a chat model",
+    ),
     "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
 }
 COMMANDS = {
@@ -573,6 +603,7 @@ COMMANDS = {
         {},
         "cannot be read: ZeroDivisionError",
     ),
+    "two runs to compare": (["compare", "a", "b"], {}, "argument(s) (b): write `tba compare STUDY.yaml`."),
     "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),
 }
 CASES = [

@@ -226,7 +226,7 @@ def test_clients_share_decode_steps(server, client):
     ("body", "param", "words"),
     [
         ({"max_tokens": 5}, "prompt", "Field required"),
-        ({"prompt": WORDS, "max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"prompt": WORDS, "max_tokens": "5"}, "max_tokens", "valid integer, got '5'"),
         ({"prompt": WORDS, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"prompt": WORDS, "temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"prompt": WORDS, "temperature": 1e-6}, "temperature", "is below 0.01"),

@@ -1,6 +1,7 @@
 """`tba serve`: what it refuses, whose code it runs, and the newer checkpoints of a run."""
 
 import json
+import socket
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_an_address_beyond_this_machine_needs_a_token(monkeypatch):
     done = RUNNER.invoke(app, ["serve", "tba:arithmetic", "--host", "0.0.0.0"])
     assert isinstance(done.exception, ConfigError)
     assert f"set {TOKEN_VARIABLE}" in str(done.exception)
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_do():
+    from tba.serve.server import open_socket  # of an extra
+
+    taken, message = (
+        socket.create_server(("127.0.0.1", 0)),
+        r"in use.* Give another --port; 0 takes any that is free\.$",
+    )
+    with taken, pytest.raises(OSError, match=message):
+        open_socket("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(OSError, match=r"--port 99999: .*0-65535\. Give another"):
+        open_socket("127.0.0.1", 99999)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,13 @@ def test_chat_messages_go_through_the_template_up_to_the_answer(tokenizer):
     assert tokenizer.decode(encode(CHAT, tokenizer)) == "<bos>Mia has 3 pens.\n####"
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    begun = [*CHAT, {"role": "assistant", "content": "Mia has"}]
+    # As in TRL: the message is not ended, and no other begins.
+    assert tokenizer.decode(encode(begun, tokenizer)) == "<bos>Mia has 3 pens.\nMia has"
+
+
 def test_chat_without_a_template_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         encode(CHAT, tokenizer)
@@ -374,6 +381,13 @@ def test_bad_data_is_named_by_line(tokenizer, write, content, message):
     reward = write("rewards.py", SCORE.replace("answer,", "answer=(),")) + ":score"
     with pytest.raises(ValueError, match=message.replace("`", "[`]")):
         custom(tokenizer, write("data.jsonl", content), reward, max_prompt_tokens=10)
+
+
+def test_a_row_of_no_known_environment_is_named_by_line(tokenizer, write):
+    classes = {"a": f"{games.__file__}:Guess", "b": f"{games.__file__}:Echo"}
+    data = write("data.jsonl", [{"environment": "a"}, {"environment": "c"}, {"prompt": "Mia"}])
+    with pytest.raises(ValueError, match=r"line 2 has environment='c': it must be one of a, b\. And 1 more"):
+        custom(tokenizer, data, environment={"classes": classes})
 
 
 @pytest.mark.parametrize(

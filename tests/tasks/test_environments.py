@@ -8,7 +8,7 @@ import cloudpickle
 import games
 import pytest
 
-from tba.tasks.environments.host import EnvironmentSpec
+from tba.tasks.environments.host import EnvironmentHost, EnvironmentSpec
 from tba.tasks.environments.playground import Kind, Playground
 from tba.tasks.environments.workers import Environments
 from tba.tasks.rewards.pool import RewardUnusable
@@ -177,3 +177,51 @@ def test_an_answer_to_an_episode_that_was_given_up_is_not_taken_for_another(envi
     own.give_up()
     own.ask(("p", 0), "start", "it", {}, 2)
     assert answers_of(own, 1)["p", 0].value.observation == " Seed 2."
+
+
+TURN = "Try a code.\n\n        Args:\n            code: The code.\n        "
+
+
+class Silent:
+    """Tools, and no reward."""
+
+    def reset(self, **columns):
+        return None
+
+    def turn(self, code: int) -> str:
+        return "shut"
+
+    turn.__doc__ = TURN
+
+
+class Made(Silent):
+    def __init__(self, level):
+        self.level = level
+
+
+def turn(code: int) -> str:
+    return "open"
+
+
+turn.__doc__ = TURN
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Made, {"copies": True}, "environment it asks for level to be made, and it gets no arguments"),
+        (Silent, {}, "environment it has no get_reward, and there is no other reward"),
+        (Silent, {"copies": True, "tools": (turn,)}, "two tools have the name turn: rename one of them"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_when_its_file_is_loaded(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        EnvironmentHost(EnvironmentSpec(classes={"it": kind}, rewards={"it": "it"}, **options))
+
+
+@pytest.mark.parametrize("value", [None, "good"])
+def test_a_get_reward_that_gives_no_number_is_named(value):
+    made = playground(type("Odd", (Silent,), {"get_reward": lambda self: value}))
+    made.start("it", COLUMNS, 0)
+    with pytest.raises(ValueError, match=f"get_reward returned {value!r}, which is no number"):
+        made.finish()

@@ -16,6 +16,7 @@ from tba.tasks.environments.chat_format import ChatFormat
 from tba.tasks.environments.episodes import EpisodeEngine, seed_of
 from tba.tasks.environments.host import EnvironmentSpec
 from tba.tasks.environments.workers import Environments
+from tba.tasks.rewards.pool import RewardUnusable
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
 
 TOKENIZER = family_tokenizer("qwen_2_5")
@@ -208,3 +209,14 @@ def test_turns_of_the_other_side_are_not_trained_on(model, episodes_of):
         assert completion.loss_mask[0] == (side == 0)
         sides.add(side)
     assert sides == {0, 1}
+
+
+def test_a_row_that_names_no_environment_ends_the_run_and_not_the_searcher_alone(model, tmp_path):
+    spec = EnvironmentSpec(classes={"a": games.Guess, "b": games.Guess}, rewards={"a": "Guess", "b": "Guess"})
+    environments = Environments(spec, log=tmp_path / "environments.log")
+    engine = EpisodeEngine(make_engine(model), lambda: environments, TOKENIZER, seed=0)
+    try:
+        with pytest.raises(RewardUnusable, match="has environment=None in its row: it must be one of a, b"):
+            engine.kind_of(prompt_of(1))
+    finally:
+        engine.close()

@@ -100,6 +100,10 @@ def test_scores_are_tenths_and_columns_stand_in_the_question(server):
     assert judge.counts == {"requests": 2, "sent": 20, "received": 6}
 
 
+def test_a_url_may_be_that_of_the_route(server):
+    assert rewards_of(Judge(url=f"{server.url}/chat/completions", model="m", prompt=SCORED), "a") == [0.5]
+
+
 def test_chats_are_shown_as_text(server):
     judge = Judge(url=server.url, model="m", prompt="{prompt} | {response}")
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]

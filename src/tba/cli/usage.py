@@ -137,9 +137,11 @@ def usage_message(error: Any) -> str:
     # By attributes: click's error classes cannot be imported reliably, see UsageError.
     if option is not None and context is not None and option not in option_names(context):
         return f"{command}: {unknown_option(option, context)}"
-    if hasattr(error, "param_type"):  # only where a required argument or option was left out
+    if context is not None and (hasattr(error, "param_type") or "extra argument" in error.message):
+        # An argument is missing, or there is one too many.
         needed = [argument_text(other) for other in context.command.params if other.required]
-        return f"{command}: {argument_text(parameter)} is missing: write `{' '.join([command, *needed])}`."
+        found = error.message if parameter is None else f"{argument_text(parameter)} is missing"
+        return f"{command}: {found.rstrip('.')}: write `{' '.join([command, *needed])}`."
     if parameter is not None:
         return f"{command}: {parameter.opts[0]}: {error.message}"
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
@@ -179,6 +181,8 @@ def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
     options, name = option_names(context), option.lstrip("-").replace("-", "_")
     hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
+    if name.startswith("config") and "arguments" in (parameter.name for parameter in context.command.params):
+        hint = f": the file has no option, write `{context.command_path} CONFIG.yaml`."
     if any(parameter.name == name for parameter in context.command.params):
         hint = f": write `{context.command_path} {name.upper()}`."
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):

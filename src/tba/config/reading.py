@@ -160,7 +160,11 @@ def _read_yaml(path: Path | str | None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {yaml_message(error)}") from None
     if not isinstance(data, dict | None):
-        raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.")
+        is_other = path.suffix not in ("", ".yaml", ".yml", ".json")
+        other = f" A config is YAML, and {path.suffix} is another format." if is_other else ""
+        raise ConfigError(
+            f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.{other}"
+        )
     return data or {}
 
 
@@ -184,6 +188,10 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
+    if key.startswith(("+", "~", "-")):
+        raise ConfigError(
+            f"override {override!r}: a setting has nothing before its key: write {override.lstrip('+~-')}."
+        )
     if not equals or not key:
         raise ConfigError(
             f"override {override!r} has no value: write section.key=value, for example train.max_steps=100."
@@ -227,6 +235,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return _section_needed(location, problem["input"])
+    if problem["type"] == "string_type" and isinstance(problem["input"], (list, dict)):
+        return f"{key}: one text is needed, got {problem['input']!r}."
     if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
         kind = type(problem["input"]).__name__
         return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""

@@ -236,6 +236,8 @@ class TaskConfig(Section):
         path, colon, kind = name.rpartition(":")
         if is_of_package(name):
             return f"{path}:{full_path(kind)}" if kind.endswith(".py") else name
+        if is_of_package(meant := f"{path.replace('-', '_').lower()}:{kind}"):
+            raise ValueError(f"task.name={name} is spelled {meant}.")
         return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
 
     @model_validator(mode="after")

@@ -52,6 +52,11 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
                 )
     check_inputs(config)
     for imported in config.replay.imports:
+        if (Path(imported) / "replay.sqlite").is_file() or imported.endswith(".sqlite"):
+            raise ValueError(
+                f"replay.imports: {imported} is of a run, and JSONL is needed: `tba replay {imported} --export "
+                "groups.jsonl` writes it."
+            )
         if not Path(imported).is_file():
             found = "is a folder" if Path(imported).is_dir() else "does not exist"
             raise ValueError(f"replay.imports: file {imported} {found}. Give a JSONL file.")

@@ -82,7 +82,7 @@ class SearchCounts:
         if self.failures_in_a_row >= MOST_FAILURES:
             raise TooManyRewardFailures(
                 f"the reward failed on {self.failures_in_a_row} samples in a row; the last: {why} (prompt "
-                f"{prompt.id!r}). Fix the reward."
+                f"{prompt.id!r}). Correct that first."
             )
 
     def state(self) -> dict[str, Any]:

@@ -205,6 +205,8 @@ def parse_body(kind: type[AnyBody], fields: Any) -> AnyBody:
         length = 2 if found["loc"][0] in ("sampling_params", "stream_options") else 1
         name = ".".join(str(part) for part in found["loc"][:length])
         what = "there is no such field" if found["type"] == "extra_forbidden" else found["msg"]
+        if found["type"] not in ("extra_forbidden", "missing"):
+            what += f", got {found['input']!r:.80}"
         raise BadRequest(f"{name}: {what}.", param=name) from None
 
 

@@ -21,7 +21,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise OSError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}.") from None
+        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        raise OSError(f"--host {host} --port {port}: {why}. Give another --port; 0 takes any that is free.") from None
 
 
 def make_server(service: Service) -> uvicorn.Server:

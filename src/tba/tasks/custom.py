@@ -209,7 +209,8 @@ class PromptReader:
             raise BadRow("missing column", unusable + others)
         text = SILENT if is_silent else row.value["prompt"]
         if not isinstance(text, str) and not is_chat(text):
-            raise BadRow("wrong type", f"{unusable} Got {shortened(json.dumps(text, ensure_ascii=False), 120)}.")
+            got = shortened(json.dumps(text, ensure_ascii=False), 120)
+            raise BadRow("wrong type", f"{unusable} Each content is one text, without images or parts. Got {got}.")
         contents = [text] if isinstance(text, str) else [message["content"] for message in text]
         if not is_silent and not any(content.strip() for content in contents):
             raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
@@ -231,6 +232,11 @@ class PromptReader:
                     f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
                     f"{hint}",
                 )
+        known = self.config.environment.classes
+        if len(known) > 1 and (own := row.value.get("environment")) not in known:
+            raise BadRow(
+                "unknown environment", f"{row.place} has environment={own!r}: it must be one of {', '.join(known)}."
+            )
         if is_silent:
             return silent_prompt(id, row.value)
         columns = {name: value for name, value in row.value.items() if name != "prompt"}

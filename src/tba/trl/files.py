@@ -56,6 +56,9 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path | None, path:
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    if isinstance(dataset, Mapping):  # load_dataset without a split
+        names = ", ".join(map(str, dataset))
+        raise ConfigError(f"{what} is a mapping of {names}: choose one, as dataset['train'], or {rows}.")
 
     def plain(value: Any) -> Any:
         """Numbers and arrays of NumPy and PyTorch as Python has them."""

@@ -103,11 +103,17 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text that the chat template writes for messages, special tokens included."""
+    """The text that the chat template writes for messages, special tokens included. A last message of the assistant is the
+    beginning of the answer, as in TRL."""
+    continues = add_generation_prompt and bool(messages) and messages[-1]["role"] == "assistant"
     try:
         # As text first: the template writes its special tokens, and the tokenizer must add none.
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(template or {})
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and not continues,
+            continue_final_message=continues,
+            **(template or {}),
         )
     except Exception as error:  # a template is a program: it may raise what it likes
         roles = ", ".join(message["role"] for message in messages)

@@ -29,6 +29,7 @@ from tba.tasks.environments.chat_format import ChatFormat, PlainFormat, Reply
 from tba.tasks.environments.host import Answer, EnvironmentSpec, EpisodeKey
 from tba.tasks.environments.playground import Finished
 from tba.tasks.environments.workers import Environments
+from tba.tasks.rewards.pool import RewardUnusable
 from tba.types import Completion, Episode, Finish, Prompt, Request, Sampling
 
 OPEN_PER_SLOT = 2
@@ -134,11 +135,14 @@ class EpisodeEngine:
         """How conversations with an environment become tokens."""
         if kind not in self._formats:
             ready = self.environments.ready
-            if self.tokenizer.chat_template is None:
-                self._formats[kind] = PlainFormat(self.tokenizer, ready.tools[kind])
-            else:
-                form = self._formats[kind] = ChatFormat(self.tokenizer, ready.tools[kind], self._template)
-                form.check_stops(self.engine.stop_ids, role="user" if kind in ready.steps else "tool")
+            try:
+                if self.tokenizer.chat_template is None:
+                    self._formats[kind] = PlainFormat(self.tokenizer, ready.tools[kind])
+                else:
+                    form = self._formats[kind] = ChatFormat(self.tokenizer, ready.tools[kind], self._template)
+                    form.check_stops(self.engine.stop_ids, role="user" if kind in ready.steps else "tool")
+            except ValueError as error:  # a new searcher would meet it again
+                raise RewardUnusable(str(error)) from error
         return self._formats[kind]
 
     def kind_of(self, prompt: Prompt) -> str:
@@ -146,7 +150,7 @@ class EpisodeEngine:
         known = [*self.environments.ready.tools]
         kind = known[0] if len(known) == 1 else prompt.columns.get("environment")
         if kind not in known:
-            raise ValueError(
+            raise RewardUnusable(
                 f"prompt {prompt.id!r} has environment={kind!r} in its row: it must be one of {', '.join(known)}."
             )
         return str(kind)

@@ -48,7 +48,7 @@ class EnvironmentSpec:
     timeout_seconds: float = 30.0
     """Longest that one answer may take."""
     copies: bool = False
-    """Whether rewards ask for copies of the environments."""
+    """Whether there are rewards besides the environments' own: they get copies of the environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,21 @@ class EnvironmentHost:
         self._kinds = {
             name: Kind.of(spec.rewards[name], _loaded(make, "environment")) for name, make in spec.classes.items()
         }
+        for kind in self._kinds.values():
+            if not kind.rewards and not spec.copies:
+                raise ValueError(
+                    f"environment {kind.name} has no get_reward, and there is no other reward: add the method, or name a "
+                    "function as task.rewards (--reward, reward_funcs)."
+                )
         if not self._kinds:
             self._kinds = {NO_TOOLS: Kind(name=NO_TOOLS, make=None, tools={}, steps=False)}
         functions = [_loaded(own, "tool") for own in spec.tools]
         self._functions = {own.__name__: own for own in functions}
         own_tools = tuple(map(tool_schema, functions))
+        for kind in self._kinds.values():
+            names = [*kind.tools, *(own.__name__ for own in functions)]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"two tools have the name {', '.join(sorted(twice))}: rename one of them.")
         self._greeting = HostReady(
             tools={name: (*kind.tools.values(), *own_tools) for name, kind in self._kinds.items()},
             steps=frozenset(name for name, kind in self._kinds.items() if kind.steps),

@@ -55,13 +55,24 @@ class Kind:
     """Schemas of the tools that are its methods."""
     steps: bool
     """Whether it takes whole turns by `step`."""
+    rewards: bool = False
+    """Whether it gives a reward."""
 
     @classmethod
     def of(cls, name: str, make: Callable[[], Any]) -> Kind:
+        needed = []
+        with suppress(ValueError):  # a class in C may hide its parameters
+            own = inspect.signature(make).parameters.values()
+            needed = [p.name for p in own if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if needed:
+            raise ValueError(
+                f"environment {name} asks for {', '.join(needed)} to be made, and it gets no arguments: give defaults, or "
+                "let its `reset` take them, which gets the columns of a row."
+            )
         kind = make if inspect.isclass(make) else type(make())
         if is_step_environment(kind):
-            return cls(name=name, make=make, tools={}, steps=True)
-        return cls(name=name, make=make, tools=tools_of(kind), steps=False)
+            return cls(name=name, make=make, tools={}, steps=True, rewards=True)
+        return cls(name=name, make=make, tools=tools_of(kind), steps=False, rewards=hasattr(kind, "get_reward"))
 
 
 def is_step_environment(kind: type) -> bool:
@@ -131,7 +142,10 @@ class Playground:
             rewards, _ = environment.close()
             self._rewards.append(float(sum(rewards.values()) if isinstance(rewards, Mapping) else rewards or 0.0))
         if hasattr(environment, "get_reward"):
-            self._rewards.append(float(_awaited(environment.get_reward())))
+            reward = _awaited(environment.get_reward())
+            if reward is None or isinstance(reward, str):
+                raise ValueError(f"get_reward returned {reward!r:.80}, which is no number")
+            self._rewards.append(float(reward))
         # An episode without a step has a reward of 0; tools alone give none.
         found = {self._kind.name: sum(self._rewards)} if self._rewards or self._kind.steps else {}
         return Finished(found, _copy(environment) if self._copies else None, self._tool_errors)

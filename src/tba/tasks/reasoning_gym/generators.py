@@ -43,6 +43,10 @@ class Generator:
         from reasoning_gym.factory import DATASETS
 
         self.seed = seed
+        if name == "composite":
+            raise ValueError(
+                "task.name=reasoning_gym:composite mixes others by Python objects, which no config holds: name one."
+            )
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=3)
             known = f"did you mean {' or '.join(near)}?" if near else f"the package has {', '.join(sorted(DATASETS))}."

@@ -181,7 +181,8 @@ class Judge:
 
     def _post(self, payload: bytes, timeout_seconds: float) -> tuple[int, float, str]:
         """Status, seconds to wait and text of the answer to a request. Runs in a thread."""
-        request = Request(f"{self.url.rstrip('/')}/chat/completions", payload, {"Content-Type": "application/json"})
+        base = self.url.rstrip("/").removesuffix("/chat/completions")
+        request = Request(f"{base}/chat/completions", payload, {"Content-Type": "application/json"})
         if self.key_env is not None:
             # Unredirected: the key is not for another host.
             request.add_unredirected_header("Authorization", f"Bearer {os.environ[self.key_env]}")
