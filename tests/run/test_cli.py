@@ -172,7 +172,7 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
         (["compare"], "tba compare: STUDY.yaml is missing: write `tba compare STUDY.yaml`"),
         (["merge", "run"], "tba merge: OUTPUT is missing: write `tba merge ADAPTER_OR_RUN OUTPUT`"),
         (["prepare"], "tba prepare: WHAT is missing: write `tba prepare WHAT`."),
-        (["doctor", "x", "y"], "See `tba doctor --help`."),
+        (["doctor", "x", "y"], "tba doctor: Got unexpected extra argument(s) (y): write `tba doctor MODEL`."),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypatch, capfd):

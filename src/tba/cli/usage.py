@@ -137,11 +137,12 @@ def usage_message(error: Any) -> str:
     # By attributes: click's error classes cannot be imported reliably, see UsageError.
     if option is not None and context is not None and option not in option_names(context):
         return f"{command}: {unknown_option(option, context)}"
-    if context is not None and (hasattr(error, "param_type") or "extra argument" in error.message):
-        # An argument is missing, or there is one too many.
+    if hasattr(error, "param_type"):  # only where a required argument or option was left out
         needed = [argument_text(other) for other in context.command.params if other.required]
-        found = error.message if parameter is None else f"{argument_text(parameter)} is missing"
-        return f"{command}: {found.rstrip('.')}: write `{' '.join([command, *needed])}`."
+        return f"{command}: {argument_text(parameter)} is missing: write `{' '.join([command, *needed])}`."
+    if context is not None and "extra argument" in error.message:
+        taken = [argument_text(other) for other in context.command.params if other.param_type_name == "argument"]
+        return f"{command}: {error.message.rstrip('.')}: write `{' '.join([command, *taken])}`."
     if parameter is not None:
         return f"{command}: {parameter.opts[0]}: {error.message}"
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
