@@ -40,6 +40,9 @@ def train(
     tools: Annotated[
         list[str] | None, typer.Option(help="file.py:function that the policy may call; may be repeated.")
     ] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="file.py:function that plays episodes by calls to the served policy.")
+    ] = None,
     max_steps: Annotated[int | None, number_option("Same as train.max_steps=...", kind=int)] = None,
     max_seconds: Annotated[float | None, number_option("Same as train.max_seconds=...")] = None,
     resume: Annotated[
@@ -60,6 +63,7 @@ def train(
         "task.data": ("--data", data),
         "task.rewards": ("--reward", " ".join(reward) if reward else None),
         "task.environment": ("--environment", environment),
+        "task.environment.agent": ("--agent", agent),
         "train.max_steps": ("--max-steps", max_steps),
         "train.max_seconds": ("--max-seconds", max_seconds),
     }
@@ -73,6 +77,7 @@ def train(
         reward=reward or [],
         environment=environment,
         tools=tools or [],
+        agent=agent,
         max_steps=max_steps,
         max_seconds=max_seconds,
     )
@@ -250,6 +255,7 @@ def given_config(
     reward: list[str],
     environment: str | None = None,
     tools: Sequence[str] = (),
+    agent: str | None = None,
     max_steps: int | None = None,
     max_seconds: float | None = None,
 ) -> Config:
@@ -266,6 +272,7 @@ def given_config(
     talks = ({"classes": {code_name(environment): environment}} if environment else {}) | (
         {"tools": list(tools)} if tools else {}
     )
+    talks |= {"agent": agent} if agent else {}
     if data is not None or reward or talks:
         # Data, a reward or an environment of the user's own mean the task `custom`, unless an override names another.
         values["task"] = {"name": "custom"}

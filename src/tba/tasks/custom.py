@@ -59,13 +59,13 @@ class CustomTask:
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
         # Without importing the rewards' files: they may load models, and every role makes the task.
-        for place in (*config.environment.classes.values(), *config.environment.tools):
+        for place in config.environment.code:
             check_code(place)
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         self._functions = named_rewards(config.rewards)
         self.reward_weights: Mapping[str, float] = {
             # Rewards that environments give have weight 1, under the names of their classes.
-            **{code_name(own): 1.0 for own in config.environment.classes.values()},
+            **{code_name(own): 1.0 for own in config.environment.players},
             **{reward.label: reward.weight for reward in config.rewards},
         }
         self._config = config
@@ -83,7 +83,7 @@ class CustomTask:
             inputs.max_prompt_tokens,
             config.chat_template_kwargs,
             needed,
-            environments=bool(config.environment.classes),
+            environments=bool(config.environment.players),
         )
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
@@ -154,7 +154,7 @@ def num_train_prompts(config: TaskConfig) -> int:
     if config.data is None:
         return config.num_train_prompts
     try:
-        reader = PromptReader(environments=bool(config.environment.classes))
+        reader = PromptReader(environments=bool(config.environment.players))
         return len(read_sides(config, reader, trains=False, tells=False)[0])
     except (OSError, ValueError):
         return 0

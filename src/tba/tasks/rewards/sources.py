@@ -29,7 +29,7 @@ LARGEST_BYTES = 2**20
 def user_files(config: Config) -> list[Path]:
     """Python files that a config names: those of its rewards and environments, and of a task of the user's own."""
     environment = config.task.environment
-    code = [*(own.function for own in config.task.rewards), *environment.classes.values(), *environment.tools]
+    code = [*(own.function for own in config.task.rewards), *environment.code]
     named = [own for own in code if isinstance(own, str)]
     places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if config.task.is_own_file else [])]]
     return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
@@ -112,7 +112,11 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
     update = {
         "rewards": tuple(reward.model_copy(update={"function": found(reward.function)}) for reward in task.rewards),
         "environment": environment.model_copy(
-            update={"classes": classes, "tools": tuple(map(found, environment.tools))}
+            update={
+                "classes": classes,
+                "tools": tuple(map(found, environment.tools)),
+                "agent": found(environment.agent),
+            }
         ),
         "name": found(task.name) if task.is_own_file else task.name,
     }
