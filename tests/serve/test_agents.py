@@ -127,7 +127,7 @@ def test_an_episode_has_one_budget_of_tokens_and_of_turns(agents_of, max_turns):
         ("forget", "call 2 of the agent does not go on from call 1: its message 1, of the role assistant"),
         ("fail", "KeyError: 'no such door'"),
         ("silent", "made no call"),
-        ("sides", "side by side"),
+        ("sides", "of the agent"),
         ("hang", "worked 1 s without a call"),
     ],
 )

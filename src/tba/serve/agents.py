@@ -132,10 +132,12 @@ class AgentSession(Session):
     """The agent's API key."""
     failure: str = ""
     """Why the episode is lost; empty = it is not."""
-    is_cut: bool = False
-    """Whether a call came for which there was no room."""
+    cut: Request | None = None
+    """Answer to a call for which there was no room, and to all that follow: it is complete already; None = none came."""
 
     def requests(self, asked: Asked, unique: str) -> list[Request]:
+        if self.cut is not None:
+            return [self.cut]
         ids = np.array(asked.prompts[0], np.int32)
         # The first failure stays: an agent that goes on after it only makes others.
         self.failure = self.failure or self._why_not(asked, ids)
@@ -147,21 +149,20 @@ class AgentSession(Session):
         prompt = self.group.prompt
         prefix = ids[len(prompt.token_ids) :]
         limit = min(self.sampling.max_new_tokens, self.max_length - len(prompt.token_ids))
-        self.is_cut = self.is_cut or len(prefix) >= limit or len(self.calls) >= self.most_calls
         # Without room the prefix is the whole response, and the agent gets an empty message.
-        prefix = prefix[:limit]
-        most = len(prefix) if self.is_cut else min(limit, len(prefix) + asked.sampling.max_new_tokens)
-        return [
-            replace(
-                self.request,
-                prompt=prompt,
-                first_sample=self.sample_index,
-                samples=1,
-                prefix_ids=prefix,
-                sampling=replace(self.sampling, max_new_tokens=most),
-                goes_on=True,
-            )
-        ]
+        is_cut, prefix = len(prefix) >= limit or len(self.calls) >= self.most_calls, prefix[:limit]
+        most = len(prefix) if is_cut else min(limit, len(prefix) + asked.sampling.max_new_tokens)
+        found = replace(
+            self.request,
+            prompt=prompt,
+            first_sample=self.sample_index,
+            samples=1,
+            prefix_ids=prefix,
+            sampling=replace(self.sampling, max_new_tokens=most),
+            goes_on=True,
+        )
+        self.cut = found if is_cut else None
+        return [found]
 
     def _why_not(self, asked: Asked, ids: np.ndarray) -> str:
         """Why a call is no part of one trajectory."""
@@ -257,7 +258,7 @@ class AgentTurns(Turns):
         """End agents that hang, or whose episode is lost already."""
         now, waiting = time.monotonic(), {job.key for job in self._queue.open_jobs()}
         for key, session in self._sessions.items():
-            if key in waiting and not session.is_cut:
+            if key in waiting and session.cut is None:
                 self._active[key] = now
             if now - self._active[key] > self._engine.timeout_seconds:
                 session.failure = session.failure or (
@@ -296,7 +297,7 @@ class AgentTurns(Turns):
         running.behaviour, running.policy = (
             [np.nan_to_num(own)] for own in (found.behaviour_log_probs, found.policy_log_probs)
         )
-        running.finish = "length" if session.is_cut else found.finish
+        running.finish = "length" if session.cut else found.finish
         first = 0 if calls[0].chat is None else len(calls[0].chat.messages)
         running.messages = [*calls[-1].messages[first:]] if calls[-1].chat else [call.message for call in calls]
         running.tool_calls = sum(len(message.get("tool_calls", ())) for message in running.messages)
