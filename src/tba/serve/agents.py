@@ -208,7 +208,8 @@ class AgentTurns(Turns):
         if running is not None and running.result is not None:
             return super().received(completion)
         self._in_engine -= 1
-        if key in self._active:  # not so for a session that an agent has begun itself
+        # No session of this run: an agent has begun one itself.
+        if (session := self._sessions.get(key)) is not None and session.cut is None:
             self._active[key] = time.monotonic()
         self._queue.finish(completion)
         return None
