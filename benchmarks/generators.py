@@ -1,6 +1,6 @@
 """Generators of reasoning-gym, learned from start models that are made on the spot.
 
-    python benchmarks/generators.py [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
+    python -m benchmarks.generators [NAMES] --steps 100 --seconds 300 --seed 0 --folder runs/generators
 
 A start model is a small Llama that was trained for a few hundred steps on the generator's own problems with flawed answers.
 Then `tba train task.name=reasoning_gym:NAME` runs with defaults for so many steps, or seconds where these end first. The
@@ -36,6 +36,7 @@ DEMONSTRATION_SEED = 3_000_000_000
 """Seed of the problems that start models learn from, far from those of the task's splits."""
 TEMPLATE_SHARE = 0.5
 """Share of the questions that a word must be in to be one token; all else is read by the character."""
+NUM_HELD_OUT = 500
 SAMPLES = 4
 METRIC = f"reward@{SAMPLES}"
 
@@ -62,7 +63,7 @@ STARTS = {
 
 
 def task_settings(name: str) -> dict[str, Any]:
-    return {"name": f"reasoning_gym:{name}", "settings": {"options": dict(STARTS[name].options)}}
+    return {"name": f"reasoning_gym:{name}", "settings": {"options": dict(STARTS[name].options), "num_held_out": NUM_HELD_OUT}}
 
 
 def make_start_model(name: str, folder: Path) -> None:
@@ -82,7 +83,7 @@ def make_start_model(name: str, folder: Path) -> None:
                 yield f"{problem['question']}\n", flawed(problem["answer"], start.slips, rng)
 
     with one_deterministic_thread():
-        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=384), training)
+        model = train_start_model(demonstrations, tokenizer, Shape(hidden_size=128, context=512), training)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -126,7 +127,7 @@ def learn(name: str, arguments: argparse.Namespace) -> str:
         model={"path": str(model)},
         task=task_settings(name),
         generate={"max_new_tokens": 48},
-        evaluate={"samples_per_prompt": SAMPLES, "num_prompts": 250, "every": 0},
+        evaluate={"samples_per_prompt": SAMPLES, "num_prompts": NUM_HELD_OUT, "every": 0},
         output=str(arguments.folder / name),
         name=f"seed{arguments.seed}",
         overwrite=True,
