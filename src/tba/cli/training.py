@@ -269,7 +269,7 @@ def given_config(
     values: dict[str, dict] = {}
     if model is not None:
         values["model"] = {"path": model}
-    talks = ({"classes": {code_name(environment): environment}} if environment else {}) | (
+    talks: dict[str, Any] = ({"classes": {code_name(environment): environment}} if environment else {}) | (
         {"tools": list(tools)} if tools else {}
     )
     talks |= {"agent": agent} if agent else {}
