@@ -1,4 +1,4 @@
-"""An agent: a loop that knows OpenAI's client and nothing of tba. The policy behind it learns to use the calculator.
+"""An agent: a loop that knows OpenAI's client and nothing of tba. The policy behind it is trained to use the calculator.
 
 pip install 'tba-rl[web]' openai
 tba train --model tba:tools --data examples/environments/calculator.jsonl --agent examples/environments/agent.py:run \
