@@ -63,7 +63,10 @@ STARTS = {
 
 
 def task_settings(name: str) -> dict[str, Any]:
-    return {"name": f"reasoning_gym:{name}", "settings": {"options": dict(STARTS[name].options), "num_held_out": NUM_HELD_OUT}}
+    return {
+        "name": f"reasoning_gym:{name}",
+        "settings": {"options": dict(STARTS[name].options), "num_held_out": NUM_HELD_OUT},
+    }
 
 
 def make_start_model(name: str, folder: Path) -> None:

@@ -23,10 +23,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """A problem to solve.
-
-    Prompt(id="train-17", token_ids=np.array([1, 40, 7]), text="2+2=", columns={"answer": "4"})
-    """
+    """A problem to solve: Prompt(id="train-17", token_ids=np.array([1, 40, 7]), text="2+2=", columns={"answer": "4"})"""
 
     id: str
     """Unique in its split; part of the key of every random number drawn for it."""
@@ -40,10 +37,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose tokens.
-
-    Sampling(temperature=0.7, max_new_tokens=64) samples the tempered policy, as TB is defined.
-    """
+    """How to choose tokens. Sampling(temperature=0.7, max_new_tokens=64) samples the tempered policy, as TB is defined."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -63,10 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One rollout of a prompt.
-
-    Request(prompt=prompt, first_sample=16) asks for sample indices 16, 17, ...: a later rollout never reuses randomness.
-    """
+    """One rollout of a prompt: Request(prompt=prompt, first_sample=16) asks for sample indices 16, 17, ..."""
 
     prompt: Prompt
     first_sample: int = 0
@@ -84,10 +75,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """The conversation of policy and environment behind one completion.
-
-    Episode(prompt=prompt, chosen=[True, True, False, True], messages=[{"role": "assistant", ...}, {"role": "tool", ...}])
-    """
+    """The conversation of policy and environment behind one completion. Episode(prompt=prompt, chosen=[True, True, False,
+    True], messages=[{"role": "assistant", ...}, {"role": "tool", ...}])"""
 
     prompt: Prompt
     """The prompt as the policy saw it: with the tools, and with what the environment said at its reset."""
@@ -108,11 +97,8 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One response as an engine produced it.
-
-    Completion(prompt_id="train-17", sample_index=3, token_ids=[9, 4, 2], behaviour_log_probs=[-.1, -.7, -.0],
-               policy_log_probs=[-.1, -.7, -.0], version_spans=((0, 12),), finish="stop")
-    """
+    """One response as an engine produced it. Completion(prompt_id="train-17", sample_index=3, token_ids=[9, 4, 2],
+    behaviour_log_probs=[-.1, -.7, -.0], policy_log_probs=[-.1, -.7, -.0], version_spans=((0, 12),), finish="stop")"""
 
     prompt_id: str
     sample_index: int
@@ -143,11 +129,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-    """A scored response.
-
-    Trajectory(completion=completion, rewards={"exact_match": 1.0}, log_ref=[-.2, -.6, -.1], reference_version=0,
-               loss_mask=[True, True, True])
-    """
+    """A scored response. Trajectory(completion=completion, rewards={"exact_match": 1.0}, log_ref=[-.2, -.6, -.1],
+    reference_version=0, loss_mask=[True, True, True])"""
 
     completion: Completion
     rewards: Mapping[str, float]
@@ -158,23 +141,19 @@ class Trajectory:
     loss_mask: np.ndarray
     """bool [T]: True where the policy chose the token (not a tool's or a user's words)."""
     step_values: np.ndarray | None = None
-    """float32 [T]: Monte-Carlo value of the prefix before a token that begins a reasoning step, NaN at all others; None =
-    not estimated."""
+    """float32 [T]: Monte-Carlo value of the prefix before each reasoning step, NaN at other tokens; None = not estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryGroup:
-    """The responses of one rollout, sent and stored together.
-
-    TrajectoryGroup(id="searcher-0.5f3a91c2/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
-    """
+    """The responses of one rollout, sent and stored together. TrajectoryGroup(id="searcher-0.5f3a91c2/41", prompt=prompt,
+    trajectories=(t0, t1, t2, t3), searcher=0)"""
 
     id: str
     """Unique in a run, in the form of `GroupId`: no group is stored twice."""
     prompt: Prompt
     trajectories: Sequence[Trajectory]
-    """A tuple of them, or their columns (runtime/columns.py). Empty when every reward of the rollout failed: it still
-    counts as generated."""
+    """A tuple, or columns (runtime/columns.py). Empty when every reward failed: the rollout still counts as generated."""
     rollout: int = -1
     """Number of the rollout among all rollouts of the run; -1 = imported, no rollout."""
     num_lost: int = 0
@@ -197,9 +176,7 @@ class TrajectoryGroup:
 @dataclass(frozen=True, kw_only=True)
 class GroupId:
     """The parts of a group's id: who made the group, in which incarnation, and which of its groups it is.
-
-    GroupId(sender="searcher-0", incarnation="5f3a91c2", number=41) is written searcher-0.5f3a91c2/41.
-    """
+    GroupId(sender="searcher-0", incarnation="5f3a91c2", number=41) is written searcher-0.5f3a91c2/41."""
 
     sender: str
     """A searcher (searcher-0), or an import."""
@@ -256,22 +233,17 @@ class ResponseCounts:
     trained: int = 0
     """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice."""
     again: int = 0
-    """Number of responses in second updates on earlier batches (train.second_update_after). `trained` does not count
-    them."""
+    """Number of responses in second updates on earlier batches, which `trained` does not count."""
 
     @property
     def ratio(self) -> float:
-        """How often each response was trained on average. replay.max_replay_ratio bounds it, second updates
-        aside."""
+        """How often each response was trained on average; replay.max_replay_ratio bounds it, second updates aside."""
         return (self.trained + self.again) / max(1, self.generated)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Totals:
-    """Normalisers of the whole step, which every micro-batch of it carries.
-
-    Totals(prompts=16, responses=128, tokens=5120)
-    """
+    """Normalisers of the whole step, in each of its micro-batches: Totals(prompts=16, responses=128, tokens=5120)"""
 
     prompts: int
     """With at least one response that has weight."""
@@ -294,7 +266,6 @@ class Batch:
     """
 
     prompt_ids: tuple[str, ...]
-    """P ids."""
     prompt_tokens: tuple[Tensor, ...]
     """P tensors, int64 [prompt tokens]."""
     token_ids_N: Tensor
@@ -440,9 +411,7 @@ RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows
 
 def total_reward(components: Sequence[float | np.ndarray | None], weights: Sequence[float]) -> np.ndarray:
     """The weighted sum of reward components, elementwise; not-applicable values (NaN or None) are left out.
-
-    total_reward([1.0, None], [0.5, 2.0]) == 0.5
-    """
+    total_reward([1.0, None], [0.5, 2.0]) == 0.5"""
     # A value that is left out counts 0 in the sum: weights of the others are not raised in its place.
     values = [np.nan_to_num(np.nan if value is None else value, nan=0.0) for value in components]
     return np.asarray(sum(weight * value for value, weight in zip(values, weights, strict=True)))
@@ -456,10 +425,7 @@ def combined_reward(components: Mapping[str, float | None], weights: Mapping[str
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """The model's outputs for a batch: the input of every objective.
-
-    Forward(log_pi_N=tensor([-.1, -.7, -.0])) for one response of three tokens.
-    """
+    """The model's outputs for a batch, the input of every objective: Forward(log_pi_N=tensor([-.1, -.7, -.0]))"""
 
     log_pi_N: Tensor
     """[N] log-probs of the response tokens under the current policy at the training temperature."""
@@ -489,10 +455,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Named tensors of one version, as published.
-
-    Weights(version=12, tensors={"lm_head.weight": ...}, checksum=8349202)
-    """
+    """Named tensors of one version, as published: Weights(version=12, tensors={"lm_head.weight": ...}, checksum=8349202)"""
 
     version: int
     """Number of optimizer steps behind them."""

@@ -14,8 +14,7 @@ from tiny_models import by_key, keep_in_pages, make_prompt, make_tiny_model, mak
 from transformers import PreTrainedModel
 
 from tba.engine.decoder.build import make_decoder
-from tba.engine.native.cuda_graphs import DECODE_STEPS_AHEAD
-from tba.engine.native.engine import NativeEngine
+from tba.engine.native.engine import DECODE_STEPS_AHEAD, NativeEngine
 from tba.engine.native.slots import INTEGERS
 from tba.engine.sampling import SamplingNeeds, response_key
 from tba.types import Completion, Request, Sampling

@@ -65,7 +65,7 @@ def test_hidden_states_logits_and_stored_keys_and_values_are_those_of_the_plain_
     ids, positions = right_padded(LENGTHS)
     results = []
     for decoder in decoders(family):
-        attend = CausalAttention(decoder.spec, *ids.shape, keep=True)
+        attend = CausalAttention(decoder.spec, *ids.shape)
         hidden = decoder.hidden(ids.flatten(), positions.flatten(), attend)
         results.append((hidden, decoder.logits(hidden), attend.keys, attend.values))
     for got, want in zip(*results):
@@ -77,7 +77,7 @@ def test_storing_only_stores_what_the_plain_pass_stores(family):
     ids, positions = right_padded(LENGTHS)
     stored = []
     for decoder in decoders(family):
-        attend = CausalAttention(decoder.spec, *ids.shape, keep=True)
+        attend = CausalAttention(decoder.spec, *ids.shape)
         decoder.store_only(ids.flatten(), positions.flatten(), attend)
         stored.append((attend.keys, attend.values))
     for got, want in zip(*stored):

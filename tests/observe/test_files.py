@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from tba.config import load_config
-from tba.observe.files import JsonlSink, OutputLost, WriteFailures, keep_lines, write_json
+from tba.observe.files import OutputLost, Sinks, WriteFailures, keep_lines, write_json
 from tba.observe.run_folder import RunFolder
 from tba.replay.database import open_database
 from tba.run.checks import check_before_loading
 from tba.tasks.rewards.worker import open_log
 
 
+def sinks(folder: Path, *settings: str, failures: WriteFailures | None = None) -> Sinks:
+    return Sinks(load_config(None, settings), RunFolder(folder), failures or WriteFailures())
+
+
 def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink = sinks(tmp_path)
     sink.write(3, {"reward": math.nan, "loss": 0.5})
     sink.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "reward": None, "loss": 0.5}
@@ -28,9 +32,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from tba.observe.files import TensorBoardSink
-
-    sink = TensorBoardSink(tmp_path)
+    sink = sinks(tmp_path, "observe.sinks=[tensorboard]")
     sink.write(3, {"reward": 0.5})
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -41,13 +43,10 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 def test_a_missing_logger_is_named_before_training(tmp_path, monkeypatch):
     import sys
 
-    from tba.config import load_config
-    from tba.observe.files import make_sinks
-
     monkeypatch.setitem(sys.modules, "wandb", None)
     folder = RunFolder.create(tmp_path / "run", overwrite=False)
     with pytest.raises(ValueError, match="pip install wandb"):
-        make_sinks(load_config(None, ["observe.sinks=[wandb]"]), folder)
+        sinks(folder.path, "observe.sinks=[wandb]")
 
 
 def test_writes_leave_no_partial_file(tmp_path):
@@ -85,7 +84,7 @@ def test_lines_are_kept_whole(tmp_path, kept, want):
 
 
 def test_metrics_go_on_where_their_file_was_deleted(tmp_path):
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink = sinks(tmp_path / "run")
     sink.write(1, {"loss": 0.5})
     shutil.rmtree(tmp_path / "run")
     sink.write(2, {"loss": 0.25})
@@ -96,8 +95,7 @@ def test_what_cannot_be_written_is_told_once_by_its_kind_and_nothing_is_foretold
     failures, blocked = WriteFailures(), tmp_path / "a file"
     blocked.write_text("")
     for step in range(3):
-        with failures.tolerated("metrics in", blocked):
-            JsonlSink(blocked / "metrics.jsonl").write(step, {})
+        sinks(blocked, failures=failures).write(step, {})
     with failures.tolerated("samples in", blocked):
         (blocked / "samples.jsonl").write_text("")
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
@@ -158,7 +156,7 @@ def test_a_run_folder_is_as_readable_as_the_umask_says(tmp_path, mask, folders, 
     try:
         folder = RunFolder.create(tmp_path / "run", overwrite=False)
         write_json(folder.status, {})
-        JsonlSink(folder.metrics).write(1, {"reward": 0.5})
+        sinks(folder.path).write(1, {"reward": 0.5})
         open_database(folder.replay, "process").close()
         open_log(folder.logs / "rewards.log").close()
     finally:

@@ -1,21 +1,21 @@
 """Metrics: how parts are put together, standard errors, names that are not listed."""
 
-import math
 from pathlib import Path
 
 import pytest
 
+from tba.config import load_config
 from tba.observe.display import shown
 from tba.observe.files import Sinks, WriteFailures
 from tba.observe.metrics import (
     Evaluation,
     mean_metrics,
-    mean_over_steps,
     metric,
     moving_metric,
     reduce_metrics,
     standard_error,
 )
+from tba.observe.run_folder import RunFolder
 
 
 def test_parts_of_a_step_are_put_together_by_each_metrics_rule():
@@ -46,7 +46,7 @@ def test_a_metric_that_is_not_listed_is_refused():
     with pytest.raises(KeyError, match="not listed"):
         metric("surprise")
     with pytest.raises(KeyError, match="not listed"):
-        Sinks([], Path("."), WriteFailures()).write(0, {"surprise": 1.0})
+        Sinks(load_config(), RunFolder(Path(".")), WriteFailures()).write(0, {"surprise": 1.0})
 
 
 def test_the_metric_that_moved_is_the_first_beyond_its_noise():
@@ -56,9 +56,3 @@ def test_the_metric_that_moved_is_the_first_beyond_its_noise():
     assert moving_metric([start, {**end, "accuracy": 0.1}]) == "accuracy"
     assert moving_metric([start, start]) == "accuracy"
     assert moving_metric([]) == moving_metric([{}]) == ""
-
-
-def test_a_step_in_which_a_reward_was_not_applicable_is_left_out_of_its_mean():
-    name, nan = "rewards/rare/mean", math.nan
-    assert mean_over_steps([{name: 1.0}, {name: nan}, {name: 0.5}, {}]) == {name: 0.75}
-    assert math.isnan(mean_over_steps([{name: nan}, {name: nan}])[name])

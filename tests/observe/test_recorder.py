@@ -30,32 +30,6 @@ def lines(recorder: Recorder) -> list[dict]:
     return list(map(json.loads, recorder.folder.metrics.read_text().splitlines()))
 
 
-def test_from_step_10_000_on_a_line_is_the_mean_of_ten_steps_and_later_of_a_hundred(recorder):
-    for step in (*range(9_998, 10_021), *range(99_901, 100_101)):
-        recorder.step(step, {"loss": float(step), "learning_rate": float(step)})
-    assert [line["step"] for line in lines(recorder)] == [
-        *(9_998, 9_999, 10_000, 10_010, 10_020),
-        *range(99_910, 100_000, 10),
-        *(100_000, 100_100),
-    ]
-    tenth = next(line for line in lines(recorder) if line["step"] == 10_010)
-    assert (tenth["loss"], tenth["learning_rate"]) == (10_005.5, 10_010.0)
-
-
-def test_a_run_that_resumes_between_two_lines_writes_those_of_one_that_was_not_interrupted(recorder):
-    for step in range(10_001, 10_026):
-        recorder.step(step, {"loss": float(step)})
-    state = pickle.dumps(recorder.state())
-    for _ in range(2):  # the second time of what the first has written is cut off
-        recorder.load_state(pickle.loads(state))
-        recorder.cut_files()
-        for step in range(10_026, 10_041):
-            recorder.step(step, {"loss": float(step)})
-        assert [(line["step"], line["loss"]) for line in lines(recorder)] == [
-            *((10_010, 10_005.5), (10_020, 10_015.5), (10_030, 10_025.5), (10_040, 10_035.5))
-        ]
-
-
 def test_the_state_does_not_grow_with_the_steps(recorder, monkeypatch):
     monkeypatch.setattr(module, "KEPT_TIMES", 100)
     sizes = []
@@ -79,13 +53,12 @@ def clock(monkeypatch):
 
 def make(folder, *settings: str) -> Recorder:
     config = load_config(None, ["train.max_steps=60", "observe.progress=false", *settings])
-    clock = TrainingClock(now=lambda: module.time.perf_counter())
-    return Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts(), clock=clock)
+    return Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts())
 
 
 def steps(recorder: Recorder, clock, *seconds: float) -> None:
     for own in seconds:
-        recorder.training_starts()
+        recorder.clock.start()
         clock[0] += own
         recorder.step(recorder.steps + 1, {"reward": 0.5})
 
@@ -164,7 +137,7 @@ def test_what_takes_the_time_is_decided_from_measured_waits_and_shown_above_the_
     recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "observe.progress=true")
     assert (recorder._progress._live is not None) == has_panel
     for step in range(1, 9):
-        recorder.training_starts()
+        recorder.clock.start()
         clock[0] += 30.0
         recorder.step(step, {"reward": 0.5, **times})
     recorder.close()
@@ -202,9 +175,8 @@ def test_while_a_run_goes_on_it_says_that_nothing_was_rewarded_until_rewards_dif
     recorder.close()
 
 
-def test_the_training_clock_stands_still_while_it_is_paused_and_never_goes_back():
-    now = [100.0]
-    clock = TrainingClock(now=lambda: now[0])
+def test_the_training_clock_stands_still_while_it_is_paused_and_never_goes_back(clock):
+    now, clock = clock, TrainingClock()
     with clock.paused():  # the start model is evaluated
         now[0] += 50.0
     now[0] += 5.0
@@ -218,7 +190,7 @@ def test_the_training_clock_stands_still_while_it_is_paused_and_never_goes_back(
     assert clock.seconds == 10.0
     clock.go_on_from(4.0)  # a run that goes back to a checkpoint has used its ten seconds all the same
     assert clock.seconds == 10.0
-    later = TrainingClock(now=lambda: now[0])
+    later = TrainingClock()
     later.go_on_from(10.0)
     now[0] += 1000.0  # the model loads
     assert later.seconds == 10.0
@@ -231,7 +203,7 @@ def test_a_run_by_seconds_is_over_when_they_are_used_and_goes_on_with_the_rest_a
     by_time = ("train.max_steps=null", "train.max_seconds=40")
     recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), *by_time)
     assert recorder.seconds_left == 40.0, "known before the first step"
-    recorder.training_starts()
+    recorder.clock.start()
     clock[0] += 50.0
     assert not recorder.is_time_over, "there is time for one step"
     recorder = make(RunFolder(tmp_path / "run"), *by_time)
@@ -243,7 +215,7 @@ def test_a_run_by_seconds_is_over_when_they_are_used_and_goes_on_with_the_rest_a
     later = make(RunFolder(tmp_path / "run"), *by_time)
     later.load_state(recorder.state())
     assert (later.progress, later.seconds_left, later.pace) == (0.4, 24.0, 6.0)
-    later.training_starts()
+    later.clock.start()
     clock[0] += 23.0
     assert not later.is_time_over
     clock[0] += 1.5  # it waits for a batch
@@ -253,16 +225,6 @@ def test_a_run_by_seconds_is_over_when_they_are_used_and_goes_on_with_the_rest_a
     assert later.lacks_evaluation(2), "of the last step"
     for each in (recorder, later):
         each.close()
-
-
-def test_lines_of_the_steps_before_the_time_was_over_are_written(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr("tba.observe.recorder.thinning", lambda step: 5)
-    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "train.max_seconds=40")
-    steps(recorder, clock, *[5.0] * 7)
-    clock[0] += 10.0
-    recorder.time_is_over()
-    assert [line["step"] for line in lines(recorder)] == [5, 7]
-    recorder.close()
 
 
 def test_a_run_by_seconds_is_told_how_many_steps_it_will_make(tmp_path, clock, capfd):

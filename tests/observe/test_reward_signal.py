@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba.observe.watches import FIRST_WARNING, WARN_AGAIN_TIMES, RewardSignal, no_signal_lines
-from tba.trainer.state import restore, take_snapshot
+from tba.trainer.checkpoint import restore, take_snapshot
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 

@@ -78,12 +78,12 @@ def run(tmp_path):
         (GroupFilter(limit=2), [3, 4]),
         (GroupFilter(prompt="a"), [1, 3]),
         (GroupFilter(prompt="a", limit=1), [3]),
-        (GroupFilter(min_reward=0.5), [1, 2]),  # means .5, 1 and .125; the fourth has none
-        (GroupFilter(max_reward=0.5), [1, 3]),
-        (GroupFilter(min_reward=0.2, max_reward=0.9), [1]),
-        (GroupFilter(first_version=4), [2, 3]),
-        (GroupFilter(first_version=4, last_version=4), [2]),
-        (GroupFilter(since=2000.0, until=3000.0), [2, 3]),
+        (GroupFilter(rewards=(0.5, None)), [1, 2]),  # means .5, 1 and .125; the fourth has none
+        (GroupFilter(rewards=(None, 0.5)), [1, 3]),
+        (GroupFilter(rewards=(0.2, 0.9)), [1]),
+        (GroupFilter(versions=(4, None)), [2, 3]),
+        (GroupFilter(versions=(4, 4)), [2]),
+        (GroupFilter(times=(2000.0, 3000.0)), [2, 3]),
     ],
 )
 def test_groups_are_found_by_prompt_reward_version_and_time(run, wanted, arrivals):

@@ -10,7 +10,7 @@ from builders import ragged_batch
 from replay_builders import Groups, contents, replay
 from safetensors.numpy import load, save
 
-from tba.trainer.state import restore, take_snapshot
+from tba.trainer.checkpoint import restore, take_snapshot
 
 
 def saved_and_read(value):

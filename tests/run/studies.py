@@ -8,10 +8,8 @@ from typing import Any
 
 import yaml
 
-from tba.run.compare import compare
-from tba.run.compare.results import Results
-from tba.run.compare.runs import Cell, Plan, make_plan
-from tba.run.compare.study import make_study
+from tba.run.compare import Cell, Plan, Results, compare, make_plan
+from tba.run.study import make_study
 
 BASE = {
     "mode": "sync",

@@ -52,10 +52,10 @@ def test_a_dry_run_under_torchrun_is_that_of_rank_0_alone(monkeypatch):
 def test_other_data_for_a_config_file_keeps_its_rewards(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("task: {name: custom, data: a.jsonl, rewards: [{function: r.py:f, weight: 0.5}]}")
-    task = given_config([str(path)], model=None, data="b.jsonl", reward=[], max_steps=None).task
+    task = given_config([str(path)], {"task.data": "b.jsonl"}).task
     assert (task.data, task.rewards[0].function, task.rewards[0].weight) == ("b.jsonl", "r.py:f", 0.5)
     with pytest.raises(ConfigError, match=r"task\.rewards is empty"):
-        given_config([], model=None, data="b.jsonl", reward=[], max_steps=None)
+        given_config([], {"task.data": "b.jsonl"})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_other_data_for_a_config_file_keeps_its_rewards(tmp_path):
 )
 def test_names_of_trl_and_near_misses_find_our_settings(setting, message):
     with pytest.raises(ConfigError) as error:
-        given_config([setting, "seed=1"], model=None, data=None, reward=[], max_steps=None)
+        given_config([setting, "seed=1"], {})
     assert str(error.value).startswith(f"unknown key {setting.partition('=')[0]}: {message}")
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_key_is_told_without_torch():
 
 def test_two_config_files_are_refused():
     with pytest.raises(ConfigError, match="one config file at a time"):
-        given_config(["a.yaml", "b.yaml"], model=None, data=None, reward=[], max_steps=None)
+        given_config(["a.yaml", "b.yaml"], {})
 
 
 @pytest.mark.parametrize(
@@ -313,13 +313,12 @@ def test_a_model_that_knows_no_task_is_refused_with_all_of_them(folder):
 
 
 def test_a_run_of_a_model_alone_is_refused_and_one_of_the_package_learns_its_own_task_which_is_said(folder, tmp_path):
-    options: dict = {"data": None, "reward": [], "max_steps": None}
     for model, arguments in ((f"{folder}/model", []), (None, [f"model.path={folder}/model", "task.eval_fraction=0.2"])):
         with pytest.raises(ConfigError, match=r"nothing says what .*/model is to be trained on.*--data .* --reward "):
-            given_config(arguments, model=model, **options)
+            given_config(arguments, {"model.path": model})
     path = tmp_path / "own.yaml"
     path.write_text("task: {name: tldr}")
-    assert given_config([str(path)], model=f"{folder}/model", **options).task.name == "tldr"
+    assert given_config([str(path)], {"model.path": f"{folder}/model"}).task.name == "tldr"
     result = RUNNER.invoke(app, ["train", "--model", "tba:red_team", "--dry-run"])
     assert yaml.safe_load(result.stdout)["task"]["name"] == "red_team"
     assert result.stderr == "tba:red_team is trained on its own task, red_team: task.name names another.\n"
@@ -379,10 +378,10 @@ def test_doctor_names_what_the_machine_has():
 
 def test_doctor_asks_about_mps_before_it_uses_the_gpu(monkeypatch):
     asked = []
-    monkeypatch.setattr(doctor, "_gpus", lambda: asked.append("gpu") or "one")
-    monkeypatch.setattr(doctor, "_mps", lambda: asked.append("mps") or "used")
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: asked.append("gpu") or 0)
+    monkeypatch.setattr(doctor, "why_no_mps", lambda _: asked.append("mps") or "there is no GPU")
     found = dict(doctor.examine())
-    assert (asked, found["gpu"], found["mps"]) == (["mps", "gpu"], "one", "used")
+    assert (asked, found["mps"]) == (["mps", "gpu"], "not used: there is no GPU")
 
 
 def test_doctor_names_only_packages_that_the_program_can_use():

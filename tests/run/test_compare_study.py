@@ -7,7 +7,7 @@ import pytest
 from studies import STUDY, TUNE, plan_study, write_run, write_study
 
 from tba.config import ConfigError
-from tba.run.compare.study import folder_name, load_study, make_study, quick_study
+from tba.run.study import folder_name, load_study, make_study, quick_study
 
 
 def test_a_run_is_base_then_row_then_column_then_tuned_value_then_seed(tmp_path):

@@ -102,8 +102,9 @@ def test_where_no_rewards_differ_the_end_of_a_run_says_so_with_two_responses(fol
 
 
 def own(folder, *arguments: str):
-    options = {"data": str(folder / "data.jsonl"), "reward": [str(folder / "rewards.py:sevens")], "max_steps": None}
-    return given_config([f"output={folder}/named", *arguments], model=str(folder / "model"), **options)
+    rewards = [{"function": str(folder / "rewards.py:sevens")}]
+    own_problem = {"task.data": str(folder / "data.jsonl"), "task.rewards": rewards}
+    return given_config([f"output={folder}/named", *arguments], {"model.path": str(folder / "model"), **own_problem})
 
 
 def test_runs_are_named_by_data_and_reward_and_numbered_where_the_name_was_not_given(folder, capsys):

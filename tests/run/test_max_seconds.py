@@ -56,8 +56,8 @@ def test_the_command_and_the_api_take_seconds_and_leave_the_steps_open():
     def limits(train):
         return train.max_steps, train.max_seconds
 
-    assert limits(given_config([], model=None, data=None, reward=[], max_seconds=180.0).train) == (None, 180.0)
-    both = given_config([], model=None, data=None, reward=[], max_steps=5, max_seconds=180.0)
+    assert limits(given_config([], {"train.max_seconds": 180.0}).train) == (None, 180.0)
+    both = given_config([], {"train.max_steps": 5, "train.max_seconds": 180.0})
     assert limits(both.train) == (5, 180.0)
     assert limits(TBAConfig(train={"max_seconds": 60}).config.train) == (None, 60.0)
     with pytest.raises(ConfigError, match="leaves the number of steps open"):

@@ -11,18 +11,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from tba.config import Config, ConfigError, load_config
 from tba.run import memory
 from tba.run.checks import check_capacity, check_devices
-from tba.run.memory import (
-    KV_BYTES,
-    Machine,
-    ModelShape,
-    free_bytes,
-    kv_bytes,
-    published_on_gpu,
-    slot_budget,
-    slots_for,
-    tokens_for,
-    trainer_memory,
-)
+from tba.run.memory import KV_BYTES, Machine, MemoryPlan, ModelShape, free_bytes, published_on_gpu
 from tba.run.modes import load_inputs
 from tba.run.resolve import FILLED, resolve
 from tba.runtime.placement import RolePlacement
@@ -153,7 +142,8 @@ def test_devices_that_nobody_uses_are_told(caplog):
 
 
 def activation_bytes(*overrides: str) -> int:
-    return trainer_memory(load_config(None, overrides), GPT_350M, GPUS, keys_and_values=GIB).activations
+    plan = MemoryPlan(load_config(None, overrides), GPT_350M, GPUS)
+    return plan.activations(plan.kept(GIB))
 
 
 def test_a_trainer_takes_more_of_a_gpu_that_no_searcher_uses():
@@ -196,11 +186,10 @@ def seven(*overrides: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Config,
 )  # fmt: skip
 def test_what_lies_on_the_gpu_is_counted_by_part(overrides, dtype, kept):
     apart = "search.devices" in str(overrides)
-    found = trainer_memory(
-        *seven("reference.reset_every=0", *overrides, dtype=dtype), keys_and_values=0 if apart else 16 * GIB
-    )
-    assert sum(found.kept.values()) == kept * GIB
-    assert found.activations == min(70 * GIB if apart else 49 * GIB, (140 - kept) * GIB)
+    plan = MemoryPlan(*seven("reference.reset_every=0", *overrides, dtype=dtype))
+    found = plan.kept(0 if apart else 16 * GIB)
+    assert sum(found.values()) == kept * GIB
+    assert plan.activations(found) == min(70 * GIB if apart else 49 * GIB, (140 - kept) * GIB)
 
 
 def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_told(caplog):
@@ -208,7 +197,7 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
     offloaded = seven("reference.reset_every=0", "train.offload_optimizer=true")
     assert QWEN_7B.inner_size == 22016
     with caplog.at_level(logging.INFO, logger="tba"):
-        assert tokens_for(*offloaded, keys_and_values=16 * GIB) == 2070
+        assert MemoryPlan(*offloaded).tokens(16 * GIB) == 2070
     (told,) = caplog.records
     assert told.levelname == "INFO"
     assert (
@@ -216,7 +205,7 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
     )
     assert "22.0 for activations, of 140.0 GiB" in caplog.text
     caplog.clear()
-    assert tokens_for(*seven("reference.reset_every=0"), keys_and_values=16 * GIB) == 512
+    assert MemoryPlan(*seven("reference.reset_every=0")).tokens(16 * GIB) == 512
     assert "cuda:0 may run out of memory: weights 14.0" in caplog.text
     assert "train.offload_optimizer=true" in caplog.text
 
@@ -224,8 +213,8 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
 def test_references_that_are_reset_have_slots_of_their_own():
     """1 GiB of weights: two slots and a copy of the searcher for the weights, and as many for references."""
     config, model, machine = seven("reference.reset_every=50")
-    found = trainer_memory(config, replace(model, num_parameters=GIB // 2), machine, keys_and_values=0)
-    assert found.kept["published weights"] == 6 * GIB
+    found = MemoryPlan(config, replace(model, num_parameters=GIB // 2), machine).kept(0)
+    assert found["published weights"] == 6 * GIB
 
 
 def test_a_small_model_on_a_small_gpu_has_large_micro_batches(caplog):
@@ -243,7 +232,7 @@ def test_a_small_model_on_a_small_gpu_has_large_micro_batches(caplog):
 
 def test_of_a_cpu_nothing_is_told(caplog):
     config = load_config(None, ["model.device=cpu"])
-    assert tokens_for(config, QWEN_7B, LAPTOP, keys_and_values=GIB) == 512
+    assert MemoryPlan(config, QWEN_7B, LAPTOP).tokens(GIB) == 512
     assert not caplog.records
 
 
@@ -257,7 +246,7 @@ def test_nothing_is_planned_for_a_training_that_there_is_none_of(caplog):
 
 
 def kv(device: str, *overrides: str, machine: Machine = GPUS) -> int:
-    return kv_bytes(machine, RolePlacement.of(load_config(None, overrides)), device)
+    return MemoryPlan(load_config(None, overrides), SMALL, machine).kv_bytes(device)
 
 
 def test_searchers_divide_what_a_gpu_has_for_them():
@@ -298,9 +287,9 @@ def test_of_several_devices_the_one_with_the_least_memory_decides_the_slots():
 
 
 def most_slots(config: Config, model: ModelShape, device: str, *, prompt: int):
-    """The budget of as many slots as `slots_for` finds for the one searcher."""
-    slots, place = slots_for(config, model, GPUS, longest_prompt=prompt), GPUS.placement(config)
-    return slot_budget(config, model, device, slots=slots, memory=kv_bytes(GPUS, place, device), longest_prompt=prompt)
+    """The budget of as many slots as the plan finds for the one searcher."""
+    plan = MemoryPlan(config, model, GPUS, prompt)
+    return plan.budget(device, plan.slots())
 
 
 @pytest.mark.parametrize(
@@ -340,7 +329,7 @@ def test_a_cache_on_a_cpu_is_fp32_and_has_one_gib():
 
 def test_a_response_that_does_not_fit_alone_is_told_and_tried(caplog):
     config = load_config(None, ["model.device=cpu", "generate.max_new_tokens=256"])
-    assert slots_for(config, QWEN_7B, LAPTOP, longest_prompt=8192) == 1
+    assert MemoryPlan(config, QWEN_7B, LAPTOP, 8192).slots() == 1
     assert "one response on cpu needs 1 slots of 8448 tokens" in caplog.text
     assert "task.max_prompt_tokens" in caplog.text
 
@@ -420,4 +409,4 @@ def test_a_micro_batch_on_a_cpu_is_about_a_second_of_work(parameters, tokens):
         hidden_size=288, intermediate_size=768, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6
     )
     model, config = replace(shaped(shape), num_parameters=parameters), load_config(None, ["model.device=cpu"])
-    assert tokens_for(config, model, LAPTOP, keys_and_values=0) == tokens
+    assert MemoryPlan(config, model, LAPTOP).tokens(0) == tokens

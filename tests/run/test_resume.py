@@ -334,7 +334,7 @@ def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
     by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint, ["finished/checkpoints/step-2", output]
     assert checkpoint_among(by_path[-1]) == Path(by_checkpoint[0])
     for arguments in (*by_path, ["finished", output], ["name=finished", output]):
-        found = given_config(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
+        found = given_config(run_arguments(arguments), {})
         assert found.run_folder == path
         assert found.task == load_config(path / "config.yaml").task
 

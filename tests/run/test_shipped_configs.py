@@ -7,9 +7,9 @@ import pytest
 from resolved import resolved
 
 from tba.config import load_config
-from tba.run.compare.runs import make_plan
-from tba.run.compare.study import load_study
+from tba.run.compare import make_plan
 from tba.run.start import train
+from tba.run.study import load_study
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -76,7 +76,7 @@ def copy(tmp_path):
 
 def host_of(folder: RunFolder):
     """The actor of a trainer that has this run folder."""
-    from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
+    from tba.runtime.cluster.roles import CONCURRENCY_GROUPS, RoleHost
 
     make = ray.remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)
     return make(RoleHost).remote(name="trainer", searcher=None, search_path=sys.path, copied=folder.path)
@@ -236,18 +236,18 @@ class WaitingHost:
     """A searcher's host that has no weights yet, without its actor: its calls are made here, in any order."""
 
     def __init__(self, logs, target) -> None:
-        from tba.runtime.cluster.host import RoleHost
+        from tba.runtime.cluster.roles import RoleHost
 
         self.buffers = SharedWeights.create({"w": torch.zeros(4)}, torch.float32)
         connection = ConnectionHandle(
             counters=SharedCounters.create().memory.handle, weights=self.buffers.handle(), references=None
         )
-        self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
+        self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path, connection=connection)
         arguments = {"index": 0, "incarnation": "a"}
         program = cloudpickle.dumps((target, {}))
 
         def start() -> None:
-            self.host.start(program, arguments, connection=connection, log=str(logs / "searcher.log"), threads=1)
+            self.host.start(program, arguments, log=logs / "searcher.log", threads=1)
             time.sleep(DEADLINE_SECONDS)  # a process ends with the thread that has started it
 
         Thread(target=start, daemon=True).start()

@@ -1,6 +1,7 @@
 """Searchers under their trainer: what becomes of the rollouts of those that are gone. Searchers are real processes here."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tba.runtime.counters import SharedCounters
 from tba.runtime.placement import BELOW_NORMAL, PRIORITY
 from tba.runtime.processes import RoleDied
 from tba.runtime.prompt_queue import PromptQueue
-from tba.runtime.searcher_pool import MAX_EARLY_ENDS, local_starter
+from tba.runtime.searcher_pool import MAX_EARLY_ENDS, start_local
 from tba.types import TrajectoryGroup
 
 DEADLINE_SECONDS = 60.0
@@ -34,7 +35,7 @@ class Run:
         self.runtime = LocalRuntime(
             config,
             SharedCounters.create(),
-            local_starter(Config(runtime=config), logs),
+            partial(start_local, Config(runtime=config), logs),
             num_searchers=num_searchers,
             tensors=TENSORS,
             dtype=torch.float32,
@@ -153,7 +154,7 @@ def test_the_number_of_searchers_follows_what_is_asked_for_from_outside(run):
 
 def test_a_searcher_does_not_give_way_on_a_gpu_as_its_trainer_does(tmp_path, monkeypatch):
     monkeypatch.setenv(PRIORITY, BELOW_NORMAL)
-    process = local_starter(Config(), tmp_path)(targets.tells_a_variable, {"name": PRIORITY}, None, 0, "a")
+    process = start_local(Config(), tmp_path, targets.tells_a_variable, {"name": PRIORITY}, None, 0, "a")
     assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == ("not set",)
     assert process.wait(DEADLINE_SECONDS)
 

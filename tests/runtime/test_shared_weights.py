@@ -9,9 +9,15 @@ import targets
 import torch
 
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch
-from tba.runtime.host_copies import ChecksumMismatch, PackedWriter, checksum
 from tba.runtime.processes import RoleProcess
-from tba.runtime.shared_weights import MAX_CHECKSUM_MISSES, SharedWeights, layout_of
+from tba.runtime.shared_weights import (
+    MAX_CHECKSUM_MISSES,
+    ChecksumMismatch,
+    PackedWriter,
+    SharedWeights,
+    checksum,
+    layout_of,
+)
 from tba.runtime.weight_memory import data_bytes
 from tba.types import copy_all
 
@@ -248,7 +254,7 @@ def test_a_torn_copy_is_copied_again(monkeypatch, caplog):
         return target
 
     buffers._data[0][-8:] = 77  # padding is part of what is compared
-    buffers._buffers._headers[0][2] = np.uint64(checksum(buffers._data[0])).astype(np.int64)
+    buffers._headers[0][2] = np.uint64(checksum(buffers._data[0])).astype(np.int64)
     monkeypatch.setattr(torch.Tensor, "copy_", torn_copy)
     fetched = reader.fetch()
     assert fetched.version == 4
@@ -278,16 +284,16 @@ def test_fences_stand_where_the_order_of_stores_matters(monkeypatch):
     """What another core may see at each: the odd number before any data, all data before the even number, that before the
     count of publications; and the canary's numbers before the version that they belong to."""
     buffers = SharedWeights.create(tensors(0.0), torch.float32)
-    header, seen = buffers._buffers._headers[0], []
+    header, seen = buffers._headers[0], []
 
     def looks() -> None:
         data = "old" if buffers._tensors[0]["a"][0, 0] == 0.0 else "new"
-        seen.append((int(header[0]), data, int(header[1]), buffers._buffers.number))
+        seen.append((int(header[0]), data, int(header[1]), buffers.number))
 
     monkeypatch.setattr("tba.runtime.weight_memory.fence", looks)
     buffers.publish(tensors(5.0), version=9)
     assert seen == [(1, "old", 0, 0), (1, "new", 9, 0), (2, "new", 9, 0)]
-    canary = buffers._buffers._canaries[0]
+    canary = buffers._canaries[0]
     monkeypatch.setattr("tba.runtime.weight_memory.fence", lambda: seen.append((canary[-1], int(header[3]))))
     buffers.add_canary(CANARY)
     assert seen[3:] == [(CANARY[-1], 0)]

@@ -13,14 +13,14 @@ from tba.runtime import channels, deadlines
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.connection import TrainerConnection
 from tba.runtime.counters import SharedCounters
-from tba.runtime.deadlines import Idleness, Waiting
+from tba.runtime.deadlines import Idleness
 from tba.runtime.links import ConnectionHandle
 from tba.runtime.prompt_queue import PromptQueue, RolloutRequest, RolloutSource
 from tba.runtime.shared_weights import SharedWeights
 from tba.searcher.pace import PacedRollouts, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
-NOBODY = Waiting(waiter="nobody", awaited="nothing", setting="none")
+NOBODY = {"waiter": "nobody", "awaited": "nothing", "heartbeats": dict}
 PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(8)]
 
 
@@ -62,7 +62,7 @@ def test_waiting_shows_on_the_board_and_is_counted():
         seen.append(row.wait)
         return len(seen) == 3
 
-    seconds = wait_until(ready, name="pace", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
+    seconds = wait_until(ready, name="pace", row=row, deadline_seconds=10.0, **NOBODY, explain=lambda: "")
     assert seen == ["none", "pace", "pace"]
     assert row.wait == "none"
     assert row["wait_seconds"] == pytest.approx(seconds)
@@ -77,12 +77,12 @@ def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
         return len(seen) % 2 == 0
 
     def outer_ready() -> bool:
-        wait_until(ready, name="durable_replay", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
+        wait_until(ready, name="durable_replay", row=row, deadline_seconds=10.0, **NOBODY, explain=lambda: "")
         seen.append(row.wait)
         seen.append(row.wait)
         return len(seen) > 4
 
-    wait_until(outer_ready, name="first_fill", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
+    wait_until(outer_ready, name="first_fill", row=row, deadline_seconds=10.0, **NOBODY, explain=lambda: "")
     assert seen == [
         "none",
         "durable_replay",
@@ -132,17 +132,16 @@ def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():
         beats["searcher-0"] += 1
         return dict(beats)
 
-    waiting = Waiting(
-        waiter="the trainer", awaited="3 searchers", setting="runtime.wait_seconds", heartbeats=heartbeats
-    )
     with pytest.raises(WaitedTooLong) as error:
         wait_until(
             lambda: False,
             name="replay_ratio",
             row=row,
             deadline_seconds=0.1,
-            waiting=waiting,
+            waiter="the trainer",
+            awaited="3 searchers",
             explain=lambda: "16 responses lack",
+            heartbeats=heartbeats,
         )
     message = str(error.value)
     assert message.startswith(
@@ -162,7 +161,7 @@ def test_a_wait_in_which_nothing_moves_is_told_once_long_before_its_deadline(mon
         looks.append(caplog.text)
         return len([text for text in looks if text]) > 5  # five looks after it was told
 
-    wait_until(ready, name="pace", row=row, deadline_seconds=60.0, waiting=NOBODY, explain=lambda: "16 prompts lack")
+    wait_until(ready, name="pace", row=row, deadline_seconds=60.0, **NOBODY, explain=lambda: "16 prompts lack")
     assert [record.getMessage() for record in caplog.records] == ["nothing has moved for 0 s: 16 prompts lack."]
 
 
@@ -171,26 +170,36 @@ def prompts() -> PromptStream:
 
 
 def rollouts(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedRollouts:
-    return PacedRollouts(
-        prompts=settings.get("prompts") or prompts(),
-        index=0,
+    def given(name, default):
+        return settings.get(name, lambda: default)
+
+    class TrainerCounters(dict):
+        wait = property(lambda self: "first_fill" if given("trainer_waits", False)() else "none")
+
+    class Searcher:
+        index, prompts = 0, settings.get("prompts") or prompts()
+        engine = property(lambda self: SimpleNamespace(version=version()))
+        counts = property(lambda self: SimpleNamespace(generated=generated()))
+        rewards = property(lambda self: SimpleNamespace(outstanding=given("unscored", 0)()))
+        rollout_lag = property(lambda self: given("rollout_lag", 0.0)())
+
+    class Counters:
+        row = SharedCounters.create().searcher(0)
+        searcher = lambda self, index: self.row  # noqa: E731
+        trainer_progress = lambda self: given("progress", 0.0)()  # noqa: E731
+        trainer = property(
+            lambda self: TrainerCounters(most_lag=given("most_lag", math.inf)(), lost=given("lost", 0)())
+        )
+
+    config = SimpleNamespace(
+        train=SimpleNamespace(prompts_per_step=2),
         steps_per_batch=1,
-        prompts_per_step=2,
-        max_lag=max_lag,
-        most_lag=settings.get("most_lag", lambda: math.inf),
+        keeps_pace=max_lag is not None,
+        replay=SimpleNamespace(max_lag=max_lag),
         spare_lag=settings.get("spare_lag", 9),
-        rollout_lag=settings.get("rollout_lag", lambda: 0.0),
-        trainer_waits=settings.get("trainer_waits", lambda: False),
-        max_unscored=4,
-        version=version,
-        generated=generated,
-        unscored=settings.get("unscored", lambda: 0),
-        lost=settings.get("lost", lambda: 0),
-        tick=tick,
-        row=SharedCounters.create().searcher(0),
-        deadline_seconds=deadline,
-        progress=settings.get("progress", lambda: 0.0),
+        runtime=SimpleNamespace(wait_seconds=deadline),
     )
+    return PacedRollouts(Searcher(), Counters(), tick, config, max_unscored=4)
 
 
 def test_without_a_limit_every_rollout_may_start():
@@ -320,7 +329,7 @@ def test_a_deadline_does_not_count_while_the_awaited_role_works(monkeypatch):
         name="pace",
         row=row,
         deadline_seconds=30 * POLL_SECONDS,
-        waiting=NOBODY,
+        **NOBODY,
         explain=lambda: "",
         progress=lambda: float(looks[0] // 10),
     )

@@ -9,7 +9,7 @@ from tba.config import GenerateConfig, TaskConfig
 from tba.engine.make_engine import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.searcher.loop import GroupScorer, Searcher
+from tba.searcher.loop import Searcher
 from tba.searcher.pace import PromptStream
 from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.rewards.pool import DirectRewards
@@ -30,7 +30,7 @@ def test_a_searcher_keeps_nothing_of_the_groups_that_it_has_sent():
         engine=make_engine(model, [2], GenerateConfig(slots=8), seed=0, max_length=128),
         prompts=PromptStream(task.prompts("train"), RolloutSource.of(prompt_queue), samples_per_prompt=4),
         rewards=DirectRewards(task),
-        scorer=GroupScorer(reference=make_scorer(model, max_length=128), temperature=1.0),
+        reference=make_scorer(model, max_length=128),
         sender=groups,
         tokenizer=tokenizer,
         sampling=Sampling(max_new_tokens=6),

@@ -10,7 +10,7 @@ from tba.engine.make_engine import make_engine, make_scorer
 from tba.models.weights import make_weights
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.searcher.loop import GroupScorer, Searcher
+from tba.searcher.loop import Searcher
 from tba.searcher.pace import PromptStream, ReferenceSamples
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
@@ -37,7 +37,7 @@ def make_searcher(model, reference) -> tuple[Searcher, LocalGroups]:
         engine=engine(model),
         prompts=PromptStream([PROMPT], RolloutSource.of(PromptQueue(1, seed=0)), samples_per_prompt=8),
         rewards=DirectRewards(ConstantTask()),
-        scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0),
+        reference=make_scorer(reference, max_length=32),
         sender=groups,
         tokenizer=tiny_tokenizer(),
         sampling=SAMPLING,

@@ -60,7 +60,7 @@ def make_role(connection, engine):
         engine=engine,
         counts=SearchCounts(),
         prompts=SimpleNamespace(peek=lambda: None),
-        scorer=SimpleNamespace(reference_version=0),
+        reference_version=0,
         send_ready=lambda at_least=1: None,
     )
     loader = WeightLoader(connection, engine, report=lambda gap: None)

@@ -9,7 +9,7 @@ from tba.config import Config, GenerateConfig
 from tba.engine.make_engine import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.searcher.loop import GroupScorer, SearchCounts, Searcher
+from tba.searcher.loop import SearchCounts, Searcher
 from tba.searcher.pace import PromptStream
 from tba.searcher.process import max_unscored
 from tba.tasks.rewards.pool import DirectRewards
@@ -40,7 +40,8 @@ def test_a_synchronous_step_has_a_rollout_rewarded_while_the_next_is_written():
         engine=make_engine(model, [2], GenerateConfig(slots=4), seed=0, max_length=32),
         prompts=PromptStream(PROMPTS, RolloutSource.of(PromptQueue(2, seed=0)), samples_per_prompt=4),
         rewards=DirectRewards(task),
-        scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, counts=counts),
+        reference=make_scorer(model, max_length=32),
+        counts=counts,
         sender=groups,
         tokenizer=tiny_tokenizer(),
         sampling=Sampling(max_new_tokens=6),

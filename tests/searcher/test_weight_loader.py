@@ -15,8 +15,7 @@ from tba.engine.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
 from tba.runtime import shared_weights as weight_slots
-from tba.runtime.host_copies import ChecksumMismatch
-from tba.runtime.shared_weights import SharedWeights
+from tba.runtime.shared_weights import ChecksumMismatch, SharedWeights
 from tba.searcher.process import MAX_UNCHECKED, WeightLoader
 from tba.types import Prompt, Request, Sampling
 

@@ -15,7 +15,6 @@ from tba.tasks.evaluation import (
     CountedEngine,
     Distance,
     make_evaluator,
-    pass_at_k,
     reward_metrics,
     sampled_metrics,
 )
@@ -23,13 +22,6 @@ from tba.tasks.outcomes import RewardFailed
 from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.task import FinishedGroup
 from tba.types import Completion, Prompt, Request
-
-
-def test_pass_at_k_by_hand():
-    # 4 samples, 1 solved: a draw of 2 misses it with probability 3/4 * 2/3 = 1/2
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
-    assert pass_at_k(4, 0, 2) == 0.0
-    assert pass_at_k(4, 3, 2) == 1.0
 
 
 def test_metrics_are_means_over_prompts_with_standard_errors_over_prompts():

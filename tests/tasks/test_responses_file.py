@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.tasks.evaluation import ResponsesFile, difference, paired_differences
+from tba.tasks.evaluation import difference, paired_differences, responses_file
 
 
 def write(path, shares, kind="sampled", samples=4):
@@ -141,9 +141,16 @@ def test_the_difference_on_one_prompt_has_no_standard_error():
 def test_responses_replace_earlier_ones_and_nothing_else(tmp_path):
     own = tmp_path / "prompts.jsonl"
     own.write_text('{"prompt": "mine"}\n')
-    with pytest.raises(ValueError, match=r"--responses .*prompts.jsonl is there and holds something else"):
-        ResponsesFile(own).begin()
+    with (
+        pytest.raises(ValueError, match=r"--responses .*prompts.jsonl is there and holds something else"),
+        responses_file(own),
+    ):
+        pass
     assert own.read_text() == '{"prompt": "mine"}\n'
-    ResponsesFile(write(tmp_path / "earlier.jsonl", [1])).begin()
-    with pytest.raises(ValueError, match=f"--responses {tmp_path} is a folder: give the name of a file"):
-        ResponsesFile(tmp_path).begin()
+    with responses_file(write(tmp_path / "earlier.jsonl", [1])):
+        pass
+    with (
+        pytest.raises(ValueError, match=f"--responses {tmp_path} is a folder: give the name of a file"),
+        responses_file(tmp_path),
+    ):
+        pass

@@ -160,9 +160,10 @@ def test_a_per_sample_reward_is_tried_sample_by_sample_after_it_hung(rewards, tm
     assert lines(tmp_path / "calls.txt") == ["3", "1", "1", "1"]
 
 
-def test_a_reward_that_never_answers_is_named_after_two_calls(rewards):
+def test_a_reward_that_never_answers_is_named_after_two_calls(rewards, monkeypatch):
     """1.5 s in all: the second call has half a second left of it."""
-    workers = rewards("calls", timeout_seconds=1.0, first_answer_seconds=1.5)
+    monkeypatch.setattr("tba.tasks.rewards.pool.FIRST_ANSWER_SECONDS", 1.5)
+    workers = rewards("calls", timeout_seconds=1.0)
     with pytest.raises(RewardUnusable, match=r"'calls' has not answered once: every call hung .*raise search.reward"):
         score_all(workers, [group("hang") for _ in range(5)])
 

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import TrainConfig
 from tba.observe.files import OutputLost
 from tba.observe.run_folder import RunFolder
-from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
+from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest, restore, take_snapshot
 from tba.trainer.health import CollapseGuard
 from tba.trainer.optimizer import MasterAdamW
-from tba.trainer.state import restore, take_snapshot
 
 
 class Counter:

@@ -4,7 +4,7 @@ import time
 
 from tba.config import load_config
 from tba.runtime.counters import SharedCounters
-from tba.trainer.gate import Gate
+from tba.trainer.loop import Gate
 from tba.types import ResponseCounts
 
 

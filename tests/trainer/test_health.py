@@ -83,10 +83,12 @@ def test_by_default_a_healthy_checkpoint_comes_every_tenth_of_the_run(make_healt
     assert healthy_steps(make_health("train.max_steps=50"), 50) == [20, 40]
 
 
-def test_of_a_run_by_seconds_it_comes_with_tenths_of_them_that_are_at_least_twenty_steps_apart(make_health):
+def test_of_a_run_by_seconds_it_comes_with_tenths_of_them_that_are_at_least_twenty_steps_apart(
+    make_health, monkeypatch
+):
     health, now = make_health("train.max_steps=null", "train.max_seconds=100"), [0.0]
-    health.recorder.clock.now = lambda: now[0]
-    health.recorder.training_starts()
+    monkeypatch.setattr("tba.observe.recorder.time.perf_counter", lambda: now[0])
+    health.recorder.clock.start()
 
     def tick() -> None:
         now[0] += 0.6

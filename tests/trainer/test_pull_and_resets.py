@@ -32,7 +32,7 @@ def test_beta_falls_where_the_distance_to_the_reference_would_cost_more_than_a_t
     beta.follow({"kl": math.nan})  # a step of empty batches
     beta.follow({})
     assert beta.at(4, 0.04) == pytest.approx(0.05 / 40)
-    beta.start_over()  # the reference is the policy itself now
+    beta.kl = 0.0  # the reference is the policy itself now
     assert beta.at(5, 0.05) == 0.01
 
 

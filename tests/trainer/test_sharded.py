@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, StableLmConfig
 
 from tba.config import Config
 from tba.models.load import adapt, load_model
-from tba.models.sharding import ALONE, Ranks
+from tba.models.policy import ALONE, Ranks
 from tba.observe.run_folder import RunFolder
 from tba.replay.buffer import ReplayBuffer
 from tba.run.rank_processes import ranks_of

@@ -1,26 +1,23 @@
-"""All commands but those that train: for a run that is there or goes on, and for what comes before one (data and models,
-settings, the machine)."""
+"""All commands but those that train: for a run that is there or goes on, and for what comes before one."""
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tba.cli.usage import number_option
+from tba.cli.usage import Overrides, RunFolderArgument, TargetArgument, number_option
 from tba.config import ConfigError
 from tba.config.reading import refuse_two_values
 from tba.models.paths import check_there
 
 
 def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name."),
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
+    target: TargetArgument,
+    overrides: Overrides = None,
     task: Annotated[
         str | None, typer.Option(help="Task; a run folder and a model of the package know their own.")
     ] = None,
@@ -53,27 +50,19 @@ def evaluate(
     if against is not None and responses is not None and against.resolve() == responses.resolve():
         raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
     from tba.run import evaluate_model
-    from tba.tasks.evaluation import ResponsesFile, paired_differences, read_shares
+    from tba.tasks.evaluation import paired_differences, read_responses, responses_file
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     if (warning := collapse_message(target)) is not None:
         typer.echo(warning, err=True)
     if against is not None:
-        read_shares(against)  # says now what is wrong with it
-    keep = None if responses is None else ResponsesFile(responses)
-    if keep is not None:
-        # From here on a partial file exists; `close` removes it where the evaluation fails.
-        keep.begin()
-    try:
+        read_responses(against)  # says now what is wrong with it
+    with ExitStack() as stack:
+        keep = None if responses is None else stack.enter_context(responses_file(responses))
         found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
-        if keep is not None:
-            keep.finish()
-    finally:
-        if keep is not None:
-            keep.close()
     if responses is not None and against is not None:
-        # After finish(): it is read back from the file under its own name.
+        # It is read back from the file under its own name.
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))
 
@@ -97,7 +86,6 @@ def replay(
 ) -> None:
     """List the groups that a run has stored, or export their responses."""
     from tba.run import export_groups as exporting
-    from tba.run.export_groups import decoder_of_run
 
     # A ValueError of a parser becomes a usage error that names the option.
     def parsed(name: str, parse: Any, text: str | None) -> Any:
@@ -106,15 +94,11 @@ def replay(
         except ValueError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
 
-    first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
     wanted = exporting.GroupFilter(
         prompt=prompt,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        first_version=first,
-        last_version=last,
-        since=parsed("--since", exporting.parse_time, since),
-        until=parsed("--until", exporting.parse_time, until),
+        rewards=(min_reward, max_reward),
+        versions=parsed("--version", exporting.parse_versions, version) or (None, None),
+        times=(parsed("--since", exporting.parse_time, since), parsed("--until", exporting.parse_time, until)),
         limit=exporting.SHOWN_GROUPS if limit is None and export is None else limit,
     )
     path = exporting.database_of(run)
@@ -122,12 +106,13 @@ def replay(
         for line in exporting.table(path, wanted):
             typer.echo(line)
         return
-    count = exporting.export(path, export, wanted, decode=decoder_of_run(run, trust_remote_code=trust_remote_code))
+    decode = exporting.decoder_of_run(run, trust_remote_code=trust_remote_code)
+    count = exporting.export(path, export, wanted, decode=decode)
     typer.echo(json.dumps({"responses": count, "file": str(export)}))
 
 
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: RunFolderArgument,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """Show the roles of a run: their states, since when, and their waits."""
@@ -137,7 +122,7 @@ def status(
     print(json.dumps(found) if as_json else describe(found))
 
 
-def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
+def stop(run: RunFolderArgument) -> None:
     """Ask a run to save and end, as Ctrl-C does."""
     from tba.run.status import stop_run
 
@@ -146,7 +131,7 @@ def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 
 
 def scale(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: RunFolderArgument,
     count: Annotated[int, number_option("Searchers to go on with.", kind=int, least=1)],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""

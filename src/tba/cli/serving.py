@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba.cli.usage import number_option
+from tba.cli.usage import Overrides, TargetArgument, number_option
 from tba.config import Config, ConfigError, load_config
 from tba.serve import check_web
 
@@ -24,11 +24,8 @@ MOST_SESSIONS, IDLE_SECONDS = 10_000, 3600.0
 
 
 def serve(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name."),
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
+    target: TargetArgument,
+    overrides: Overrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")
     ] = "127.0.0.1",

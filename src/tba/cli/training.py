@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,29 +58,25 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
-    options = {
-        "model.path": ("--model", model),
-        "task.data": ("--data", data),
-        "task.rewards": ("--reward", " ".join(reward) if reward else None),
-        "task.environment": ("--environment", environment),
-        "task.environment.agent": ("--agent", agent),
-        "train.max_steps": ("--max-steps", max_steps),
-        "train.max_seconds": ("--max-seconds", max_seconds),
+    arguments, reward, tools = arguments or [], reward or [], tools or []
+    talks: dict[str, Any] = {"classes": {code_name(environment): environment}} if environment else {}
+    talks |= ({"tools": tools} if tools else {}) | ({"agent": agent} if agent else {})
+    shortcuts = {
+        "model.path": model,
+        "task.data": data,
+        "task.rewards": [{"function": function} for function in reward] or None,
+        "task.environment": talks or None,
+        "train.max_steps": max_steps,
+        "train.max_seconds": max_seconds,
     }
-    refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
+    options = ("--model", "--data", "--reward", "--environment", "--max-steps", "--max-seconds")
+    shown = (model, data, " ".join(reward) or None, environment, max_steps, max_seconds)
+    refuse_two_values(
+        [argument for argument in arguments if "=" in argument], dict(zip(shortcuts, zip(options, shown)))
+    )
     if accept_lost_replay and not resume:
         raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
-    config = given_config(
-        run_arguments(arguments or []) if resume else arguments or [],
-        model=model,
-        data=data,
-        reward=reward or [],
-        environment=environment,
-        tools=tools or [],
-        agent=agent,
-        max_steps=max_steps,
-        max_seconds=max_seconds,
-    )
+    config = given_config(run_arguments(arguments) if resume else arguments, shortcuts)
     # From here on torch may load, which takes seconds: all that is wrong with the arguments alone was said before.
     # Under torchrun every rank runs this command: rank 0 goes on with the run, the others join it.
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -109,7 +105,7 @@ def train(
     check_before_loading(config, resume=resume)
     if config.observe.progress:
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
-    origin = checkpoint_among(arguments or []) if resume else None
+    origin = checkpoint_among(arguments) if resume else None
     target = "tba.cli.training:run_trainer"
     # The trainer is another process (run_trainer below), which the supervisor may start again.
     status = supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay)
@@ -149,8 +145,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_r
 
 
 def run_arguments(arguments: list[str]) -> list[str]:
-    """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
-    of that run."""
+    """Arguments of `--resume`; a run folder, a checkpoint, or a name without a config is replaced by that run's config."""
     # The first argument that is no override decides which run is meant.
     for argument in arguments:
         if "=" in argument:
@@ -172,11 +167,11 @@ def run_arguments(arguments: list[str]) -> list[str]:
                 f"there is no run to resume in {argument}{lacks}: give the folder, the name or the config of a run, or "
                 "one of its checkpoints."
             )
-    given = _settings(arguments)
     # `tba train name=NAME --resume` without a config: the run's own is taken.
-    run_path = _output(arguments) / given.get("name", "")
-    if "name" in given and (run_path / "config.yaml").is_file() and all("=" in argument for argument in arguments):
-        return [_own_config(run_path), *arguments]
+    if all("=" in argument for argument in arguments):
+        names = [argument.removeprefix("name=") for argument in arguments if argument.startswith("name=")]
+        if names and (_output(arguments) / names[-1] / "config.yaml").is_file():
+            return [_own_config(_output(arguments) / names[-1]), *arguments]
     return arguments
 
 
@@ -191,8 +186,7 @@ def _own_config(run: Path) -> str:
 
 
 def free_name(config: Config) -> str | None:
-    """The name of a new run where none was given: NAME or, where there are such runs, NAME-2, NAME-3, which is said. None =
-    NAME is free."""
+    """The name of a new run where none was given: None = NAME is free; else NAME-2, NAME-3, which is said."""
     taken = numbered_runs(config)
     if not taken:
         return None
@@ -202,8 +196,7 @@ def free_name(config: Config) -> str | None:
 
 
 def name_to_resume(config: Config) -> str | None:
-    """The name of the run to go on with where none was given. Of several the user has to name one: the newest need not be
-    the one that was meant."""
+    """The name of the run to go on with where none was given. Of several the user has to name one."""
     found = numbered_runs(config)
     if len(found) > 1:
         choices = " or ".join(f"`tba train {shlex.quote(str(path))} --resume`" for _, path in sorted(found.items()))
@@ -212,16 +205,15 @@ def name_to_resume(config: Config) -> str | None:
 
 
 def numbered_runs(config: Config) -> dict[int, Path]:
-    """Folders that a run has begun or claimed, and files, under the name of a config's run, by their number; the first has
-    none."""
+    """Files, and folders that a run has begun or claimed, under the name of a config's run, by their number."""
     # Without a number it is run 1, so the next one is NAME-2.
     name = re.compile(re.escape(config.run_name) + r"(?:-(\d+))?")
     found = ((name.fullmatch(path.name), path) for path in config.output.glob("*"))
-    return {int(m[1] or 1): path for m, path in found if m is not None and is_taken(path)}
-
-
-def is_taken(path: Path) -> bool:
-    return path.is_file() or is_begun(path) or holder_of(path) is not None
+    return {
+        int(match[1] or 1): path
+        for match, path in found
+        if match is not None and (path.is_file() or is_begun(path) or holder_of(path) is not None)
+    }
 
 
 def checkpoint_among(arguments: list[str]) -> Path | None:
@@ -240,61 +232,35 @@ def _run_or_checkpoint(argument: str, arguments: list[str]) -> Path | None:
 
 
 def _output(arguments: list[str]) -> Path:
-    return Path(_settings(arguments).get("output", Config().output))
+    given = [argument.removeprefix("output=") for argument in arguments if argument.startswith("output=")]
+    return Path(given[-1] if given else Config().output)
 
 
-def _settings(arguments: list[str]) -> dict[str, str]:
-    return {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-
-
-def given_config(
-    arguments: list[str],
-    *,
-    model: str | None,
-    data: str | None,
-    reward: list[str],
-    environment: str | None = None,
-    tools: Sequence[str] = (),
-    agent: str | None = None,
-    max_steps: int | None = None,
-    max_seconds: float | None = None,
-) -> Config:
-    """Config file (an argument without `=`), overrides (arguments with `=`) and the shortcuts, later ones winning."""
+def given_config(arguments: list[str], shortcuts: Mapping[str, Any]) -> Config:
+    """Config file (an argument without `=`), overrides (arguments with `=`) and values of shortcuts by setting, None = not
+    given. Overrides win over shortcuts, shortcuts over the file."""
     files = [argument for argument in arguments if "=" not in argument]
     for argument in files:
         refuse_setting_without_value(argument)
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
-    # Shortcuts are a layer between file and overrides, see load_config.
-    values: dict[str, dict] = {}
-    if model is not None:
-        values["model"] = {"path": model}
-    talks: dict[str, Any] = ({"classes": {code_name(environment): environment}} if environment else {}) | (
-        {"tools": list(tools)} if tools else {}
-    )
-    talks |= {"agent": agent} if agent else {}
-    if data is not None or reward or talks:
-        # Data, a reward or an environment of the user's own mean the task `custom`, unless an override names another.
-        values["task"] = {"name": "custom"}
-        if reward:  # otherwise those of the config file
-            values["task"]["rewards"] = [{"function": function} for function in reward]
-        if data is not None:
-            values["task"]["data"] = data
-        if talks:
-            values["task"]["environment"] = talks
-    limits = {"max_steps": max_steps, "max_seconds": max_seconds}
-    if limits := {name: limit for name, limit in limits.items() if limit is not None}:
-        values["train"] = limits
+    values: dict[str, dict[str, Any]] = {}
+    for setting, value in shortcuts.items():
+        section, _, name = setting.partition(".")
+        if value is not None:
+            # Data, a reward or an environment of the user's own mean the task `custom`, unless an override names another.
+            values.setdefault(section, {"name": "custom"} if section == "task" else {})[name] = value
     file, overrides = Path(files[0]) if files else None, [argument for argument in arguments if "=" in argument]
     try:
         config = load_config(file, overrides, **values)
     except ConfigError as error:
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
     # Only arithmetic and red_team have no data at all; no other registered task takes rewards.
-    for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
-        if given and config.task.name != "custom" and (config.task.name in without or is_of_package(config.task.name)):
+    for option, name, without in (("--reward", "rewards", TASK_NAMES), ("--data", "data", ("arithmetic", "red_team"))):
+        task, is_given_here = config.task.name, bool(values.get("task", {}).get(name))
+        if is_given_here and task != "custom" and (task in without or is_of_package(task)):
             raise ConfigError(
-                f"{option} is for task.name=custom, and task.name={config.task.name} has its own: leave out one of the two."
+                f"{option} is for task.name=custom, and task.name={task} has its own: leave out one of the two."
             )
     # A model of the package belongs to a task: where only the model is named, its task is meant.
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
@@ -310,12 +276,8 @@ def refuse_setting_without_value(argument: str) -> None:
     """Refuse `train.max_steps`, `max_steps` or `train.max_steps:5` in the place of a config file."""
     key, _, value = argument.partition(":")
     section, dot, name = key.partition(".")
-    settings = settings_by_name()
-    if (
-        Path(argument).exists()
-        or Path(argument).suffix in (".yaml", ".yml")
-        or (dot and section not in Config.model_fields)
-    ):
+    settings, is_yaml = settings_by_name(), Path(argument).suffix in (".yaml", ".yml")
+    if is_yaml or Path(argument).exists() or (dot and section not in Config.model_fields):
         return
     close = difflib.get_close_matches(name if dot else key, settings, n=1, cutoff=0.8)
     if close:

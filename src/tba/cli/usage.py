@@ -8,10 +8,10 @@ import math
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -54,6 +54,13 @@ def number_option(text: str, *, kind: type[int] | type[float] = float, least: fl
     return typer.Option(parser=partial(number, kind=kind, least=least), metavar=metavar, help=text)
 
 
+RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")]
+
+
 class Command(TyperCommand):
     """A command that refuses an option which is given twice, where click would take the last one."""
 
@@ -72,49 +79,33 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
-            hint = (
-                self._renamed(args[0])
-                or self._with_option(ctx, args[0])
-                or nearest(args[0], {name: name for name in known})
-            )
+            hint = nearest(args[0], {name: name for name in known})
+            for command in filter(None, (self.get_command(ctx, name) for name in known)):
+                if any(f"--{args[0]}" in option.opts for option in command.params):
+                    hint = f": {MEANT} tba {command.name} --{args[0]}?"
+                    break
+            if args[0] in RENAMED:
+                hint = f": it is called tba {RENAMED[args[0]]} now."
             raise typer.BadParameter(f"there is no command {args[0]}{hint} Commands are {', '.join(known)}.", ctx)
         return super().resolve_command(ctx, args)
 
-    def _renamed(self, name: str) -> str:
-        """New name of a command of an earlier version."""
-        return f": it is called tba {RENAMED[name]} now." if name in RENAMED else ""
-
-    def _with_option(self, ctx: Any, name: str) -> str:
-        """`: did you mean tba train --resume?`, or nothing where no command has an option of this name."""
-        for command in filter(None, (self.get_command(ctx, known) for known in self.list_commands(ctx))):
-            if any(f"--{name}" in option.opts for option in command.params):
-                return f": {MEANT} tba {command.name} --{name}?"
-        return ""
-
 
 def log_warnings() -> None:
-    form = "%(levelname)s %(name)s: %(message)s"
+    # Logging's handler of last resort writes to sys.stderr as it is at the time. While a live display is on, that stream
+    # prints above it; a line that is written past it is lost under the display.
+    handler, form = logging.lastResort, "%(levelname)s %(name)s: %(message)s"
+    assert handler is not None
     # force: libraries that were imported before may have installed handlers.
-    logging.basicConfig(level=logging.WARNING, format=form, handlers=[CurrentStderr()], force=True)
-
-
-class CurrentStderr(logging.StreamHandler):
-    """Writes to sys.stderr as it is at the time: while a live display is on, that is a stream which prints above it. A line
-    that is written past it is lost under the display."""
-
-    def __init__(self) -> None:
-        # Past StreamHandler's own, which would set `stream`, a property here.
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[handler], force=True)
 
 
 def exit_status(action: Callable[[], Any]) -> int:
     """Do something; errors that the user can mend are printed without a traceback."""
     try:
-        _check_working_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # no path would be found from a folder that has been deleted
+            raise ValueError("the working folder has been deleted: cd into one that is there.") from None
         # Typer runs with standalone_mode=False, so its errors arrive here as exceptions.
         status = action()
     # 2 = a mistake that the user can mend, as in click; 128 + 2 = stopped by Ctrl-C, as in shells.
@@ -130,14 +121,6 @@ def exit_status(action: Callable[[], Any]) -> int:
         typer.echo(f"tba: {bounded(str(error) or type(error).__name__)}", err=True)
         return 2
     return status if isinstance(status, int) else 0
-
-
-def _check_working_folder() -> None:
-    """Refuse to work in a folder that has been deleted: no path would be found from it."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ValueError("the working folder has been deleted: cd into one that is there.") from None
 
 
 def bounded(message: str) -> str:
@@ -167,9 +150,8 @@ def trl_message(name: str) -> str | None:
     train.samples_per_prompt`; None = TRL has none, or we have it too."""
     from tba.config.trl_names import REFUSED, SETTINGS
 
-    known = (
-        name if name in SETTINGS | REFUSED else next((other for other in SETTINGS if abbreviates(name, other)), None)
-    )
+    known = name if name in SETTINGS | REFUSED else None
+    known = known or next((other for other in SETTINGS if abbreviates(name, other)), None)
     if known is None or name in settings_by_name():
         return None
     answer = (SETTINGS | REFUSED)[known].removeprefix("= ")

@@ -28,26 +28,22 @@ class ConfigError(ValueError):
     """Keys that there are not; their lines begin with `unknown key KEY:`."""
 
 
-WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)")
-"""Whole numbers as YAML 1.2 has them. YAML 1.1 reads 0100 as 64 and 1:30 as 90."""
-
-
 class OneValueLoader(yaml.SafeLoader):
     """YAML's safe loader; a key that stands twice in a mapping is an error, where YAML's own keeps the last silently."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
         # Only plain scalars are guessed at; text in quotes never comes here as an int.
         tag = super().resolve(kind, value, implicit)
-        is_text = tag == "tag:yaml.org,2002:int" and not WHOLE_NUMBER.fullmatch(value)
-        return "tag:yaml.org,2002:str" if is_text else tag
+        # Whole numbers as YAML 1.2 has them: YAML 1.1 reads 0100 as 64 and 1:30 as 90.
+        whole = re.fullmatch(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", str(value))
+        return "tag:yaml.org,2002:str" if tag == "tag:yaml.org,2002:int" and not whole else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # `<<` puts the keys of a mapping further up in front, and those may be given again.
         own = [key for key, _ in node.value if key.start_mark.index >= node.start_mark.index]
         lines: dict[Any, int] = {}
-        for key in own:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # a list or mapping: the reader refuses it as a key
+        # A list or mapping as a key is refused by the reader.
+        for key in (key for key in own if isinstance(key, yaml.ScalarNode)):
             if key.value in lines:
                 problem = f"the key {key.value} is given twice, first in line {lines[key.value]}: keep one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -65,32 +61,12 @@ def read_yaml(text: str | bytes) -> Any:
 
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
-    given = _read_yaml(Path(path)) if path is not None else {}
-    try:
-        return _resolved([given, values], overrides)
-    except ConfigError as error:
-        if any(_holds(given, key) for key in error.unknown):
-            error.args = (f"{error}\nIt stands in {path}: correct it there, or use the version of tba that wrote it.",)
-        raise
-
-
-def _holds(values: Any, key: str) -> bool:
-    """Whether a mapping of sections has a dotted key."""
-    for name in key.split("."):
-        if not isinstance(values, Mapping) or name not in values:
-            return False
-        values = values[name]
-    return True
-
-
-def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
+    given = _read_yaml(path)
     # JSON form, so that a default looks like what YAML would have given in its place.
     defaults = Config().model_dump(mode="json")
     defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
-    data = defaults
     # Layer by layer, unchecked: what one of them leaves out another gives, and only the whole has to fit.
-    for layer in layers:
-        data = merge(data, _without_empty(layer, defaults))
+    data = merge(merge(defaults, _without_empty(given, defaults)), _without_empty(values, defaults))
     for override in overrides:
         key, value = _parse_override(override)
         if len(key) == 1 and isinstance(value, Mapping):
@@ -99,7 +75,12 @@ def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> 
         else:
             # A dotted key sets this value whole: a mapping replaces what stood there.
             _set(data, key, value)
-    return make_config(data)
+    try:
+        return make_config(data)
+    except ConfigError as error:
+        if any(f"{leaf}.".startswith(f"{key}.") for key in error.unknown for leaf, _ in _leaves(given)):
+            error.args = (f"{error}\nIt stands in {path}: correct it there, or use the version of tba that wrote it.",)
+        raise
 
 
 def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +102,7 @@ def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str,
     given = {key: (f"{name} {value}", value) for key, (name, value) in options.items() if value is not None}
     for override in overrides:
         parts, whole = _parse_override(override)
-        for key, value in _leaves(".".join(parts), whole):
+        for key, value in _leaves({".".join(parts): whole}):
             message, before = given.setdefault(key, (override, value))
             if before is not value and before != value:  # NaN differs from itself
                 raise ConfigError(
@@ -129,19 +110,17 @@ def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str,
                 )
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings that a value gives: {"train": {"max_steps": 5}} gives train.max_steps."""
-    if not isinstance(value, Mapping):
-        yield key, value
-        return
-    for name, own in value.items():
-        yield from _leaves(f"{key}.{name}", own)
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings that a mapping gives: {"train": {"max_steps": 5}} gives train.max_steps."""
+    for key, value in values.items():
+        inner = {f"{key}.{name}": own for name, own in value.items()} if isinstance(value, Mapping) else {}
+        yield from _leaves(inner) if inner else [(key, value)]
 
 
 def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), **values: Any) -> bool:
     """Whether any source of `load_config` sets a key of a section ("task.name"), which is not left at its default then."""
     section, _, name = key.partition(".")
-    data = merge(_read_yaml(Path(path)) if path is not None else {}, values)
+    data = merge(_read_yaml(path), values)
     # A key given with its default value counts too: asked is whether the user wrote it.
     set_above = isinstance(data.get(section), Mapping) and name in data[section]
     return set_above or any(override.partition("=")[0] in (section, key) for override in overrides)
@@ -164,7 +143,10 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path | str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    path = Path(path)
     if path.is_dir():
         run = path.parent.parent if path.parent.name == "checkpoints" else path  # or one of its checkpoints
         is_run = (run / "config.yaml").is_file()
@@ -177,11 +159,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = read_yaml(path.read_bytes())  # as bytes, of which YAML reads UTF-16 too
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {yaml_message(error)}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    if not isinstance(data, dict | None):
         raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.")
-    return data
+    return data or {}
 
 
 def yaml_message(error: Exception) -> str:
@@ -197,10 +177,8 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Both as one, section by section; `extra` wins, neither is changed."""
     merged = dict(base)
     for key, value in extra.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = merge(merged[key], value)
-        else:
-            merged[key] = value
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
     return merged
 
 
@@ -215,14 +193,10 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     except yaml.YAMLError as error:
         shown = override if len(override) <= 200 else f"{override[:200]}..."
         raise ConfigError(f"override {shown!r}: the value is not valid YAML: {yaml_message(error)}") from None
-    if isinstance(value, str):
-        value = _scientific(value)
+    # YAML 1.1 reads `1e-5` as text; users mean the number.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)
     return key.split("."), value
-
-
-def _scientific(text: str) -> str | float:
-    """YAML 1.1 reads `1e-5` as text; users mean the number."""
-    return float(text) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) else text
 
 
 def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
@@ -231,11 +205,9 @@ def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
         raise ConfigError(_section_needed(key[:1], first))  # a file has it, and it would be lost
     for name in key[:-1]:
         inner = data.get(name)
-        if isinstance(inner, (int, float)) and not isinstance(inner, bool):
-            inner = {"start": inner}  # `beta: 0.05` in the file, `objective.beta.end=0.01` on the command line
-        elif not isinstance(inner, dict):
-            inner = {}
-        # What stood there may have been None or text: the override makes it a section.
+        if not isinstance(inner, dict):
+            # `beta: 0.05` in the file, `objective.beta.end=0.01` on the command line. None or text becomes a section too.
+            inner = {"start": inner} if isinstance(inner, (int, float)) and not isinstance(inner, bool) else {}
         data[name] = inner
         data = inner
     data[key[-1]] = value
@@ -262,49 +234,43 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _section_needed(location: list[str], value: Any) -> str:
-    return f"{'.'.join(location)}: a section is needed, got {value!r}: write {_as_section(location, value)}."
-
-
-def _as_section(location: list[str], value: Any) -> str:
     """How what was meant by a value is written as a section: `objective.name=grpo, or objective: {name: grpo} in a file`."""
-    key, section = ".".join(location), _section_at(location)
-    if location[-1].isdecimal():  # of a list, whose members have no keys of their own
-        return f"{'.'.join(location[:-1])}=[{{SETTING: VALUE}}]"
-    if isinstance(value, bool):  # only a section that may be missing, such as model.lora, is switched on and off
-        whole = "{}" if value else "null"
-        return f"{key}={whole}, or {location[-1]}: {whole} in a file"
-    setting, meant = "SETTING", "VALUE"
+    key, section, setting, meant = ".".join(location), _section_at(location), "SETTING", "VALUE"
     if isinstance(value, str) and section is not None:
         # What a section is of stands first: objective.name, task.name, model.path, generate.engine, runtime.kind.
         first, field = next(iter(section.model_fields.items()))
         if isinstance(field.default, str):
             setting, meant = first, value
-    return f"{key}.{setting}={meant}, or {location[-1]}: {{{setting}: {meant}}} in a file"
+    written = f"{key}.{setting}={meant}, or {location[-1]}: {{{setting}: {meant}}} in a file"
+    if isinstance(value, bool):  # only a section that may be missing, such as model.lora, is switched on and off
+        whole = "{}" if value else "null"
+        written = f"{key}={whole}, or {location[-1]}: {whole} in a file"
+    if location[-1].isdecimal():  # of a list, whose members have no keys of their own
+        written = f"{'.'.join(location[:-1])}=[{{SETTING: VALUE}}]"
+    return f"{key}: a section is needed, got {value!r}: write {written}."
 
 
 def unknown_key(location: list[str]) -> str:
     """The message about an unknown key: the settings that may be meant, or all there are."""
-    if (key := ".".join(location)) in RENAMED:
+    *above, name = location
+    key, section = ".".join(location), _section_at(above)
+    if key in RENAMED:
         return f"unknown key {key}: it is called {RENAMED[key]} now."
-    section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
-    prefix = ".".join(location[:-1])
-    first, dot, rest = location[-1].partition(".")
+    first, dot, rest = name.partition(".")
     if dot and first in known:
-        return f"unknown key {'.'.join(location)}: in a file sections are nested, write {first}: {{{rest}: VALUE}}."
+        return f"unknown key {key}: in a file sections are nested, write {first}: {{{rest}: VALUE}}."
     # Inside of a value, such as a schedule, nothing but its own keys can be meant.
     settings = settings_by_name() if len(location) < 3 else {}
-    elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
-    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
-    if close and location[-1] not in elsewhere:
-        return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
-    meant = elsewhere or [name for name in settings if abbreviates(location[-1], name)][:3]
+    elsewhere = difflib.get_close_matches(name, settings, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close and name not in elsewhere:
+        return f"unknown key {key}: did you mean {'.'.join([*above, close[0]])}?"
+    meant = elsewhere or [setting for setting in settings if abbreviates(name, setting)][:3]
     if meant:  # `max_steps` at the top level means train.max_steps
-        return f"unknown key {'.'.join(location)}: did you mean {' or '.join(settings[name] for name in meant)}?"
-    return (
-        f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
-        "settings by a word."
-    )
+        return f"unknown key {key}: did you mean {' or '.join(settings[setting] for setting in meant)}?"
+    where = ".".join(above) or "the config"
+    return f"unknown key {key}: {where} takes {', '.join(known)}. `tba config WORD` finds settings by a word."
 
 
 def abbreviates(short: str, name: str) -> bool:
@@ -317,19 +283,20 @@ def abbreviates(short: str, name: str) -> bool:
 
 
 def _section_at(location: list[str]) -> type[BaseModel] | None:
-    # Stops at the first part that is no section: a list's index, a schedule's key, an unknown name.
     section: type[BaseModel] | None = Config
     for name in location:
+        # The first part that is no section: a list's index, a schedule's key, an unknown name.
         if section is None or name not in section.model_fields:
-            return section
-        section = _section_type(section.model_fields[name].annotation)
+            break
+        section = inner_section(section.model_fields[name].annotation)
     return section
 
 
-def _section_type(annotation: Any) -> type[BaseModel] | None:
+def inner_section(annotation: Any) -> type[BaseModel] | None:
+    """The section or schedule that a field holds, alone, in a list or as one that may be None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for found in map(_section_type, get_args(annotation)) if found is not None), None)
+    return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
 
 
 def settings_by_name() -> dict[str, str]:
@@ -337,7 +304,7 @@ def settings_by_name() -> dict[str, str]:
 
     Of several settings with one last part it is the first: `name` means the run's, not task.name.
     """
-    sections = {name: _section_type(info.annotation) for name, info in Config.model_fields.items()}
+    sections = {name: inner_section(info.annotation) for name, info in Config.model_fields.items()}
     # Top-level keys first, so that setdefault leaves them: `name`, `seed` and `output` mean the run's.
     keys = {name: name for name, section in sections.items() if section is None}
     for name, section in sections.items():

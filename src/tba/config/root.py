@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.config.section import Section
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -22,12 +21,10 @@ from tba.config.sections import (
     ReplayConfig,
     RuntimeConfig,
     SearchConfig,
+    Section,
     TrainConfig,
 )
 from tba.config.task import TaskConfig
-
-LONGEST_NAME = 200
-"""Bytes of the longest name of a run: file systems allow 255, and some files are named by it and more."""
 
 
 class Config(Section):
@@ -66,8 +63,9 @@ class Config(Section):
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
                 "folder that it lies in is output=..."
             )
-        if name is not None and (size := len(name.encode(errors="replace"))) > LONGEST_NAME:
-            raise ValueError(f"{name[:20]!r}... has {size} bytes, and {LONGEST_NAME} are allowed: give a shorter one.")
+        # File systems allow 255 bytes, and some files are named by the run and more.
+        if name is not None and (size := len(name.encode(errors="replace"))) > 200:
+            raise ValueError(f"{name[:20]!r}... has {size} bytes, and 200 are allowed: give a shorter one.")
         return name
 
     @field_validator("output")
@@ -214,130 +212,112 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         # The first error alone: one wrong setting may break several rules.
-        rules = (self._turns(), self._devices(), self._sizes(), self._contradictions(), self._episodes())
-        for is_wrong, words in chain(*rules):
-            if is_wrong:
-                raise ValueError(words)
+        for message in chain(self._roles(), self._numbers(), self._contradictions()):
+            raise ValueError(message)
         return self
 
-    def _episodes(self) -> Iterator[tuple[bool, str]]:
-        """Errors of what goes on from a prefix or generates beside the policy, where responses have environments."""
-        has_environment = self.task.environment.is_there
-        yield (
-            has_environment and self.objective.name == "vineppo",
-            "objective.name=vineppo continues responses from their middle, where an environment cannot be set back to: use "
-            "subtb, which gives credit for turns, or another objective.",
+    def _roles(self) -> Iterator[str]:
+        """Errors of how searcher and trainer run, and of their devices."""
+        turns, mode, search, count, ranks = (
+            self.is_synchronous,
+            self.mode,
+            self.search,
+            self.search.count,
+            self.train.ranks,
         )
-        yield (
-            has_environment and self.search.explore.reference_share > 0.0,
-            "search.explore.reference_share is for responses of one turn, and task.environment gives several: set 0.",
-        )
-
-    def _turns(self) -> Iterator[tuple[bool, str]]:
-        """Errors where searcher and trainer take turns in one process: (whether it is made, its message)."""
-        turns, mode, train = self.is_synchronous, self.mode, self.train
-        yield (
-            turns and train.publish_every != 1,
-            f"train.publish_every={train.publish_every} makes no sense in {mode} mode, which gives the lag: leave it at 1.",
-        )
-        yield (
-            turns and self.search.count != 1,
-            f"search.num_searchers={self.search.count} needs mode=async: in {mode} mode one takes turns with the trainer.",
-        )
-        yield (
-            turns and train.ranks != 1,
-            f"train.ranks={train.ranks} needs mode=async: in {mode} mode one process generates and trains. For responses of "
-            "the newest weights only, use mode=async with replay.max_lag=0.",
-        )
+        every, updates = self.train.publish_every, self.train.updates_per_batch
+        if turns and every != 1:
+            yield f"train.publish_every={every} makes no sense in {mode} mode, which gives the lag: leave it at 1."
+        if turns and count != 1:
+            yield f"search.num_searchers={count} needs mode=async: in {mode} mode one takes turns with the trainer."
+        if turns and ranks != 1:
+            yield (
+                f"train.ranks={ranks} needs mode=async: in {mode} mode one process generates and trains. For responses of "
+                "the newest weights only, use mode=async with replay.max_lag=0."
+            )
         reuse = self.replay.max_replay_ratio or 0
-        yield (
-            turns and reuse not in (0, train.updates_per_batch),
-            f"replay.max_replay_ratio={reuse:g} cannot be kept in {mode} mode, where a response is trained "
-            f"train.updates_per_batch={train.updates_per_batch} times: leave it unset, or change that.",
-        )
-        yield (
-            mode == "fixed_lag" and self.replay.max_lag == 0,
-            "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync.",
-        )
-        share = self.search.explore.reference_share
-        yield (
-            mode == "fixed_lag" and share > 0,
-            f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: use mode=async.",
-        )
-        # A second copy is worth something on another node only.
-        # Without an address Ray starts on this machine: one node.
+        if turns and reuse not in (0, updates):
+            yield (
+                f"replay.max_replay_ratio={reuse:g} cannot be kept in {mode} mode, where a response is trained "
+                f"train.updates_per_batch={updates} times: leave it unset, or change that."
+            )
+        if mode == "fixed_lag" and self.replay.max_lag == 0:
+            yield "replay.max_lag=0 is no lag for mode=fixed_lag: use mode=sync."
+        share = search.explore.reference_share
+        if mode == "fixed_lag" and share > 0:
+            yield f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: use mode=async."
+        # A second copy is worth something on another node only. Without an address Ray starts on this machine: one node.
         on_cluster = self.runtime.kind == "ray" and self.runtime.address is not None
-        yield (
-            self.replay.durability == "node" and (turns or not on_cluster),
-            "replay.durability=node keeps a second copy on another node, and this run has only one: use power, or "
-            "mode=async with runtime.kind=ray and the runtime.address of a cluster.",
-        )
+        if self.replay.durability == "node" and (turns or not on_cluster):
+            yield (
+                "replay.durability=node keeps a second copy on another node, and this run has only one: use power, or "
+                "mode=async with runtime.kind=ray and the runtime.address of a cluster."
+            )
+        own, devices = self.model.device, dict.fromkeys((self.model.device, *search.devices))
+        if self.runtime.kind == "ray" and search.devices:
+            yield "search.devices cannot be used with runtime.kind=ray, which places roles: leave it out, or use local."
+        if ranks > 1 and own not in ("auto", "cpu", "cuda", "cuda:0"):
+            yield f"model.device={own} is one device and train.ranks={ranks} want one each: use model.device=cuda."
+        if turns and len(devices) > 1:
+            yield (
+                f"search.devices and model.device give {', '.join(devices)} to a run in {mode} mode, which is one process: "
+                "leave search.devices out, or use mode=async."
+            )
 
-    def _devices(self) -> Iterator[tuple[bool, str]]:
-        """Devices that roles cannot have, because others place them or they are one process."""
-        own, devices = self.model.device, dict.fromkeys((self.model.device, *self.search.devices))
-        yield (
-            self.runtime.kind == "ray" and bool(self.search.devices),
-            "search.devices cannot be used with runtime.kind=ray, which places roles: leave it out, or use local.",
-        )
-        yield (
-            self.train.ranks > 1 and own not in ("auto", "cpu", "cuda", "cuda:0"),
-            f"model.device={own} is one device and train.ranks={self.train.ranks} want one each: use model.device=cuda.",
-        )
-        yield (
-            self.is_synchronous and len(devices) > 1,
-            f"search.devices and model.device give {', '.join(devices)} to a run in {self.mode} mode, which is one process: "
-            "leave search.devices out, or use mode=async.",
-        )
-
-    def _sizes(self) -> Iterator[tuple[bool, str]]:
+    def _numbers(self) -> Iterator[str]:
         """Numbers that leave no room for one another."""
-        replay, train, generate, rollout = self.replay, self.train, self.generate, self.samples_generated_per_prompt
-        yield (
-            replay.capacity < train.responses_per_step,
-            f"replay.capacity={replay.capacity} cannot hold one step's {train.responses_per_step} responses: raise it.",
+        capacity, of_prompt, rollout = (
+            self.replay.capacity,
+            self.replay.capacity_per_prompt,
+            self.samples_generated_per_prompt,
         )
-        yield (
-            replay.capacity_per_prompt is not None and replay.capacity_per_prompt < rollout,
-            f"replay.capacity_per_prompt={replay.capacity_per_prompt} cannot hold one rollout's {rollout} responses: "
-            f"raise it.",
-        )
-        yield (
-            generate.min_new_tokens > generate.max_new_tokens,
-            f"generate.min_new_tokens={generate.min_new_tokens} is above generate.max_new_tokens={generate.max_new_tokens}: "
-            "make it smaller.",
-        )
-        yield (
-            # The newest published weights are up to publish_every - 1 steps old.
-            replay.max_lag is not None and replay.max_lag < train.publish_every - 1,
-            f"replay.max_lag={replay.max_lag} cannot be kept with weights every train.publish_every={train.publish_every} "
-            f"steps: allow at least {train.publish_every - 1}.",
-        )
+        if capacity < (step := self.train.responses_per_step):
+            yield f"replay.capacity={capacity} cannot hold one step's {step} responses: raise it."
+        if of_prompt is not None and of_prompt < rollout:
+            yield f"replay.capacity_per_prompt={of_prompt} cannot hold one rollout's {rollout} responses: raise it."
+        least, most = self.generate.min_new_tokens, self.generate.max_new_tokens
+        if least > most:
+            yield f"generate.min_new_tokens={least} is above generate.max_new_tokens={most}: make it smaller."
+        # The newest published weights are up to publish_every - 1 steps old.
+        lag, every = self.replay.max_lag, self.train.publish_every
+        if lag is not None and lag < every - 1:
+            yield (
+                f"replay.max_lag={lag} cannot be kept with weights every train.publish_every={every} steps: allow at least "
+                f"{every - 1}."
+            )
         share, count = self.search.explore.reference_share, self.reference_samples_per_prompt
-        yield (
-            share > 0 and not 0 < count < rollout,
-            f"search.explore.reference_share={share:g} of the {rollout} responses of a rollout is {count}: leave both some.",
-        )
+        if share > 0 and not 0 < count < rollout:
+            message = f"search.explore.reference_share={share:g} of the {rollout} responses of a rollout is {count}"
+            yield f"{message}: leave both some."
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+    def _contradictions(self) -> Iterator[str]:
         """Settings of which one asks for what the other takes away."""
         train, task, best = self.train, self.task, self.evaluate.best_metric
-        yield (
-            self.observe.on_collapse == "rollback" and train.keep_checkpoints == 0,
-            "observe.on_collapse=rollback needs checkpoints, and train.keep_checkpoints=0 keeps none: raise it or use stop.",
-        )
-        yield (
-            bool(train.second_update_after) and train.updates_per_batch > 1,
-            f"train.second_update_after={train.second_update_after} contradicts "
-            f"train.updates_per_batch={train.updates_per_batch}: both train a batch again. Choose one of them.",
-        )
-        yield (
-            self.model.lora is not None and bool(self.reference.reset_every),
-            f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
-            "base model: set it to 0.",
-        )
-        yield (
-            best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0,
-            f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out: raise it, or "
-            "give task.eval_data.",
-        )
+        if self.observe.on_collapse == "rollback" and train.keep_checkpoints == 0:
+            missing = "train.keep_checkpoints=0 keeps none: raise it or use stop."
+            yield f"observe.on_collapse=rollback needs checkpoints, and {missing}"
+        if (after := train.second_update_after) and train.updates_per_batch > 1:
+            yield (
+                f"train.second_update_after={after} contradicts train.updates_per_batch={train.updates_per_batch}: both "
+                "train a batch again. Choose one of them."
+            )
+        if self.model.lora is not None and (every := self.reference.reset_every):
+            yield (
+                f"reference.reset_every={every} cannot be used with model.lora, whose reference is the base model: set it "
+                "to 0."
+            )
+        if best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0:
+            yield (
+                f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out: raise it, or "
+                "give task.eval_data."
+            )
+        has_environment = task.environment.is_there
+        if has_environment and self.objective.name == "vineppo":
+            yield (
+                "objective.name=vineppo continues responses from their middle, where an environment cannot be set back to: "
+                "use subtb, which gives credit for turns, or another objective."
+            )
+        if has_environment and self.search.explore.reference_share > 0.0:
+            yield (
+                "search.explore.reference_share is for responses of one turn, and task.environment gives several: set 0."
+            )

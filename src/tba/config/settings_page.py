@@ -12,8 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tba.config.reading import inner_section
 from tba.config.root import Config
-from tba.config.section import Schedule, Section
+from tba.config.sections import Schedule, Section
 
 INTRODUCTION = """# Configuration
 
@@ -38,13 +39,11 @@ SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 """Limits of numbers, as pydantic stores them."""
 
 
-Objectives = Mapping[str, Any]
-"""Classes of the objectives by name: models of their own settings, with the defaults of beta and of its bound. This layer
-does not know them."""
+def reference(objectives: Mapping[str, Any]) -> str:
+    """The whole document: the run's own settings, every section with its inner ones, schedules, and each objective's.
 
-
-def reference(objectives: Objectives) -> str:
-    """The whole document: the run's own settings, every section with its inner ones, schedules, and each objective's."""
+    `objectives` has their classes by name, which this layer does not know: models of their own settings, with the defaults
+    of beta and of its bound."""
     parts = [INTRODUCTION]
     for key, section in _sections("", Config):
         parts += [f"## {key}" if key else "## The run", _sentence(section), _table(_rows(key, section))]
@@ -55,7 +54,7 @@ def reference(objectives: Objectives) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def search(objectives: Objectives, word: str) -> list[str]:
+def search(objectives: Mapping[str, Any], word: str) -> list[str]:
     """A paragraph for each setting of a section, or with a word in its name or text, those with it in their name first."""
     sections: list[tuple[str, type[BaseModel]]] = [*_sections("", Config), ("", Schedule)]
     rows: dict[Row, list[str]] = {row: [] for key, section in sections for row in _rows(key, section)}
@@ -88,7 +87,8 @@ def _sections(key: str, section: type[BaseModel]) -> Iterator[tuple[str, type[Ba
     """A section and those within it, each with its key."""
     yield key, section
     for name, info in section.model_fields.items():
-        if (inner := inner_section(info.annotation)) is not None:
+        # A schedule is written in a setting's place, so it is described once and not under each.
+        if (inner := inner_section(info.annotation)) not in (None, Schedule):
             yield from _sections(f"{key}.{name}" if key else name, inner)
 
 
@@ -97,7 +97,7 @@ def _rows(key: str, section: type[BaseModel]) -> Iterator[Row]:
     for name, info in section.model_fields.items():
         # A section that may be missing (model.lora) is a setting itself: None or {}.
         empty = not info.is_required() and info.get_default(call_default_factory=True) in (None, (), {})
-        if inner_section(info.annotation) is None or empty:
+        if inner_section(info.annotation) in (None, Schedule) or empty:
             yield Row(f"{key}.{name}" if key else name, type_text(info), default_text(info), _flat(info.description))
 
 
@@ -121,22 +121,14 @@ def _about(kind: Any) -> str:
     return f"{_sentence(kind)} By default `objective.beta` is {beta} and the reference is {reset}.".strip()
 
 
-def inner_section(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, alone, in a list or as one that may be None; schedules are values."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        # A schedule is written in a setting's place, so it is described once and not under each.
-        return None if annotation is Schedule else annotation
-    return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
-
-
 def type_text(info: FieldInfo) -> str:
     """The type of a field with its limits: `int >= 1 or None`."""
-    limits = [f"{SIGNS[type(limit)]} {_limit(limit):g}" for limit in info.metadata if type(limit) in SIGNS]
-    text = _type(info.annotation)
-    if not limits:
-        return text
+    # Pydantic keeps limits as objects with one field of their own name: Ge(ge=1) is `>= 1`.
+    found = [(type(limit), limit) for limit in info.metadata if type(limit) in SIGNS]
+    limits = [f"{SIGNS[kind]} {getattr(limit, kind.__name__.lower()):g}" for kind, limit in found]
+    number, none, _ = _type(info.annotation).partition(" or None")
     # The limits are those of the number, not of the None beside it.
-    return f"{text.removesuffix(' or None')} {', '.join(limits)}" + (" or None" if text.endswith(" or None") else "")
+    return f"{number} {', '.join(limits)}".strip() + none
 
 
 def default_text(info: FieldInfo) -> str:
@@ -165,17 +157,13 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(map(_type, arguments))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_type(arguments[0])}"
     if origin is tuple:
-        return (
-            f"list of {_type(arguments[0])}" if arguments[-1] is Ellipsis else f"[{', '.join(map(_type, arguments))}]"
-        )
+        return f"[{', '.join(map(_type, arguments))}]"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
     return str(annotation)
-
-
-def _limit(limit: Any) -> float:
-    return next(getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name))
 
 
 def _sentence(section: type[BaseModel]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from tba.config.section import LocalPath, Section, full_path
+from tba.config.sections import LocalPath, Section, full_path
 
 
 def code_name(code: str | Callable[..., Any]) -> str:
@@ -168,20 +168,13 @@ class RedTeamConfig(Section):
         return self
 
 
-LONGEST_LABEL = 60
-"""Characters of the data's and rewards' names in that of a run folder."""
 HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """Hub names of the data of tasks that come without it."""
 
 
-PACKAGES = ("reasoning_gym", "verifiers")
-"""Names of tasks that are followed by what the package of that name has: `reasoning_gym:countdown`, `verifiers:gsm8k`."""
-
-
 def is_of_package(name: str) -> bool:
     """Whether a task's name is `reasoning_gym:NAME` or `verifiers:NAME`."""
-    package, colon, _ = name.partition(":")
-    return bool(colon) and package in PACKAGES
+    return name.startswith(("reasoning_gym:", "verifiers:"))
 
 
 class TaskConfig(Section):
@@ -253,7 +246,7 @@ class TaskConfig(Section):
             return self.label
         parts = [] if self.data is None else [Path(self.data).name.partition(".")[0]]
         parts += [*map(code_name, self.environment.players), *(reward.label for reward in self.rewards)]
-        return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:LONGEST_LABEL] or self.label
+        return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:60] or self.label
 
     def __hash__(self) -> int:
         # Pydantic's own hash fails on the dict of `settings`.
@@ -266,9 +259,7 @@ class TaskConfig(Section):
         path, colon, kind = name.rpartition(":")
         if is_of_package(name):
             return f"{path}:{full_path(kind)}" if kind.endswith(".py") else name
-        if not (colon and path):
-            return name
-        return f"{Path(path).expanduser().absolute()}:{kind}"
+        return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:

@@ -96,7 +96,7 @@ SETTINGS = _table("""
     ref_model_sync_steps            reference.reset_every, with sync_ref_model
     ref_model_mixup_alpha           with sync_ref_model 1: the policy becomes the reference as it is
 """)
-"""Names that set something. With `=` the value is the setting's as it stands; the others are translated in translate.py."""
+"""Names that set something. With `=` the value is the setting's as it stands; the others are translated in trl/config.py."""
 DIRECT = {name: meaning[2:].partition(";")[0] for name, meaning in SETTINGS.items() if meaning.startswith("= ")}
 """Settings of ours by the names whose value they take as it stands."""
 REFUSED = _table("""
@@ -158,22 +158,19 @@ _DEFAULTS = """
     log_unique_prompts=false use_transformers_continuous_batching=false use_transformers_paged=false
     overwrite_output_dir=false
 """
-_UNSET = {
-    dict
-    | str
-    | None: "model_init_kwargs generation_kwargs chat_template_kwargs transformers_continuous_batching_config",
-    int
-    | None: "num_generations_eval generation_batch_size steps_per_generation vllm_max_model_length max_prompt_length "
-    "max_tool_calling_iterations num_completions_to_print",
-    float | None: "min_p delta epsilon_high router_aux_loss_coef off_policy_mask_threshold warmup_ratio "
-    "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
-    str | None: "cache_implementation vllm_server_base_url vllm_structured_outputs_regex log_completions_hub_repo",
-    list[float] | None: "reward_weights",
-    bool | None: "activation_checkpointing",
-}
+_UNSET: list[tuple[Any, str]] = [
+    (dict | str, "model_init_kwargs generation_kwargs chat_template_kwargs transformers_continuous_batching_config"),
+    (int, "num_generations_eval generation_batch_size steps_per_generation vllm_max_model_length max_prompt_length"),
+    (int, "max_tool_calling_iterations num_completions_to_print"),
+    (float, "min_p delta epsilon_high router_aux_loss_coef off_policy_mask_threshold warmup_ratio"),
+    (float, "vllm_importance_sampling_clip_min vllm_importance_sampling_cap"),
+    (str, "cache_implementation vllm_server_base_url vllm_structured_outputs_regex log_completions_hub_repo"),
+    (list[float], "reward_weights"),
+    (bool, "activation_checkpointing"),
+]
 GRPO_DEFAULTS: dict[str, Any] = {name: json.loads(value) for name, value in re.findall(r"(\w+)=(\S+)", _DEFAULTS)}
 """Defaults of TRL's GRPOConfig that are not those of TrainingArguments."""
-GRPO_UNSET: dict[str, Any] = {name: kind for kind, names in _UNSET.items() for name in names.split()}
+GRPO_UNSET: dict[str, Any] = {name: kind | None for kind, names in _UNSET for name in names.split()}
 """Types of those that are None there. overwrite_output_dir, max_prompt_length and warmup_ratio are of older versions."""
 
 PLACES = {

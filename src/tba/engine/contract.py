@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,14 +29,12 @@ class Scorer(Protocol):
 
 
 class RunningTokens(NamedTuple):
-    """Tokens so far of a response that is being generated, its prefix included."""
+    """Tokens so far of a response that is being generated, its prefix included; arrays [T] as in a `Completion`."""
 
     request: Request
     sample_index: int
     token_ids: np.ndarray
-    """int32 [T]"""
     policy_log_probs: np.ndarray
-    """float32 [T], as in a `Completion`."""
 
 
 class Engine(ABC):
@@ -51,11 +49,16 @@ class Engine(ABC):
         self.stop_ids = frozenset(stop_ids)
         self.seed, self.slots, self.max_length, self.update = seed, slots, max_length, update
         self.vocabulary = vocabulary
-        """Number of token ids."""
         self.prepare: Callable[[Weights], Weights] | None = None
         """Function from the weights that arrive to those that are loaded (LoRA); None = they are the same."""
         self._pending: Weights | None = None
         self._generating = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a clone shares with its engine."""
+        names = ("stop_ids", "seed", "slots", "max_length")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def has_pending(self) -> bool:
@@ -110,7 +113,6 @@ class Engine(ABC):
         `between_steps`. Responses that wait are not ended: the caller asks again. An engine that cannot goes on."""
 
     def _load_pending(self) -> None:
-        """Take the weights that waited, once no response is unfinished."""
         if self._pending is not None and not self._any_unfinished():
             # Cleared first: `_use` may raise, and the same weights would raise again when the call ends.
             weights, self._pending = self._pending, None

@@ -24,7 +24,6 @@ from tba.types import Weights
 logger = logging.getLogger("tba.engine")
 
 DEFAULT_SLOTS = 128
-"""Number of responses decoded side by side where generate.slots does not say."""
 SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
 """Most tokens in one reference pass, by device."""
 
@@ -139,27 +138,23 @@ def with_adapters(engine: Engine, model: PreTrainedModel) -> Engine:
     """
 
     def prepare_first(weights: Weights) -> Weights:
-        # Decided at the first load and not here: until then the model may have no adapter.
-        engine.prepare = _way_of_adapters(engine, model)
-        return engine.prepare(weights)
+        # Decided at the first load and not before: until then the model may have no adapter.
+        prepare: Callable[[Weights], Weights] = partial(merged, model)
+        if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
+            try:
+                # From here on published bundles hold the adapter alone: the base stays as the decoder was made with it.
+                engine.keep_adapter_apart(model)
+            except UnsupportedModel as reason:
+                logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
+            else:
+                prepare = lambda given: given  # noqa: E731
+        if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
+            # The engine's copy gets the same adapter modules: names of base and adapter tensors fit it from then on.
+            engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
+            base = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            prepare = lambda given: Weights(version=given.version, tensors={**base, **given.tensors})  # noqa: E731
+        engine.prepare = prepare
+        return prepare(weights)
 
     engine.prepare = prepare_first
     return engine
-
-
-def _way_of_adapters(engine: Engine, model: PreTrainedModel) -> Callable[[Weights], Weights]:
-    """Function from a published adapter to what the engine loads, once there is a place for it."""
-    if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
-        try:
-            # From here on published bundles hold the adapter alone: the base stays as the decoder was made with it.
-            engine.keep_adapter_apart(model)
-        except UnsupportedModel as reason:
-            logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
-        else:
-            return lambda weights: weights
-    if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
-        # The engine's copy gets the same adapter modules: names of base and adapter tensors fit it from then on.
-        engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
-        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        return lambda weights: Weights(version=weights.version, tensors={**base, **weights.tensors})
-    return partial(merged, model)

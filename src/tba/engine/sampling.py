@@ -36,15 +36,8 @@ from torch import Tensor
 from tba.config import Config
 from tba.types import Completion, Finish, Request, Sampling
 
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits as this unsigned one."""
-    return value - 2**64 if value >= 2**63 else value
-
-
-GAMMA = _signed(0x9E3779B97F4A7C15)
-MIX_1 = _signed(0xBF58476D1CE4E5B9)
-MIX_2 = _signed(0x94D049BB133111EB)
+# The int64 numbers with the bits of those unsigned ones.
+GAMMA, MIX_1, MIX_2 = (bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class BrokenLogits(RuntimeError):
@@ -90,7 +83,6 @@ class SamplingNeeds(NamedTuple):
     at T = 1."""
 
     temperature: bool = False
-    """Whether some temperature is not 1."""
     policy: bool = False
     """Whether some policy temperature is not the temperature."""
     truncation: bool = False
@@ -112,25 +104,22 @@ def sampling_needs(sampling: Sampling) -> SamplingNeeds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingState:
-    """Sampling settings of each response, as tensors [B]; views of the slots, so that nothing is copied per decode step."""
+    """Sampling settings of each response, as tensors [B]: temperatures and top_p in float32, all others in int64."""
 
     key: Tensor
-    """int64, key of the random numbers."""
     position: Tensor
-    """int64, number of response tokens so far."""
+    """Number of response tokens so far."""
     temperature: Tensor
-    """float32; 1 where greedy."""
+    """1 where greedy."""
     policy_temperature: Tensor
     top_p: Tensor
     top_k: Tensor
-    """int64; 0 = all."""
+    """0 = all."""
     greedy: Tensor
-    """int64, 0 or 1."""
     min_new_tokens: Tensor
 
     @classmethod
     def of(cls, responses: Sequence[Response], seed: int, device: torch.device) -> SamplingState:
-        """The settings of responses that are about to start."""
         numbers = [sampling_numbers(response, seed) for response in responses]
         return cls(**{name: torch.tensor([row[name] for row in numbers], device=device) for name in numbers[0]})
 
@@ -141,7 +130,6 @@ class SamplingState:
 
 
 def sampling_numbers(response: Response, seed: int) -> dict[str, int | float]:
-    """The fields of `SamplingState` for a response that is about to start."""
     sampling = response.sampling
     return {
         "key": response_key(seed, response.request.prompt.id, response.sample_index),
@@ -169,7 +157,10 @@ def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Sam
     # Order of the rules: forbid stop tokens, divide by the temperature, soft-max, truncate, then choose.
     behaviour_BV = logits_BV
     if needs.forbidden:
-        behaviour_BV = _forbid_stops(behaviour_BV, state, stop_ids)
+        # Positions count the whole response, a prefix included.
+        early_B = state.position < state.min_new_tokens
+        at_stops = behaviour_BV[:, stop_ids].masked_fill(early_B[:, None], float("-inf"))
+        behaviour_BV = behaviour_BV.index_copy(1, stop_ids, at_stops)
     # Greedy takes the best of these: before the temperature, which changes no order, and after stop tokens are forbidden.
     allowed_BV = behaviour_BV
     if needs.temperature:
@@ -213,13 +204,6 @@ def invert_cdf(probs_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(tokens_B, last_possible_B), total_B
 
 
-def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> Tensor:
-    # Positions count the whole response, a prefix included.
-    early_B = state.position < state.min_new_tokens
-    at_stops = logits_BV[:, stop_ids].masked_fill(early_B[:, None], float("-inf"))
-    return logits_BV.index_copy(1, stop_ids, at_stops)
-
-
 def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     """Tokens that top_k and then top_p leave -> bool [B, V]."""
     size = probs_BV.shape[1]
@@ -236,12 +220,8 @@ def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     return torch.zeros_like(in_top_p).scatter(1, ids_BV, in_top_k & in_top_p)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WrittenTokens:
-    """The beginning of a response, its prefix included, on the host; the log-probs of the prefix are NaN.
-
-    WrittenTokens(token_ids=[9, 4], behaviour=[-.1, -.7], policy=[-.1, -.7])
-    """
+class WrittenTokens(NamedTuple):
+    """The beginning of a response, its prefix included, on the host; the log-probs of the prefix are NaN."""
 
     token_ids: np.ndarray
     behaviour: np.ndarray
@@ -302,7 +282,17 @@ class Response:
         self, token_ids: np.ndarray, behaviour: np.ndarray, policy: np.ndarray, stop_ids: Collection[int]
     ) -> Completion:
         """The finished record; the arrays hold the whole response, log-probs of the prefix are NaN, and only those."""
-        self._check_numbers(policy)
+        # Softmax makes NaN of any NaN or +inf among the logits. Engines end such a response at that token.
+        broken = np.flatnonzero(np.isnan(policy[self.num_prefix_tokens :]))
+        if len(broken):
+            token = self.num_prefix_tokens + int(broken[0])
+            version = next((version for first, version in reversed(self.spans) if first <= token), None)
+            raise BrokenLogits(
+                f"the model's logits are NaN or infinite at token {token} of response {self.sample_index} to prompt "
+                f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either "
+                "the weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, "
+                "or go back to an earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
+            )
         stopped = len(token_ids) > 0 and int(token_ids[-1]) in stop_ids
         finish: Finish = "stop" if stopped else "length"
         # Weights that arrived after the last token chose nothing; a response without tokens keeps its last span.
@@ -316,21 +306,6 @@ class Response:
             version_spans=tuple(spans),
             finish=finish,
             num_prefix_tokens=self.num_prefix_tokens,
-        )
-
-    def _check_numbers(self, policy: np.ndarray) -> None:
-        """Raise BrokenLogits where the log-prob of a generated token is NaN: softmax makes it of any NaN or +inf among the
-        logits. Engines end such a response at that token."""
-        broken = np.flatnonzero(np.isnan(policy[self.num_prefix_tokens :]))
-        if len(broken) == 0:
-            return
-        token = self.num_prefix_tokens + int(broken[0])
-        version = next((version for first, version in reversed(self.spans) if first <= token), None)
-        raise BrokenLogits(
-            f"the model's logits are NaN or infinite at token {token} of response {self.sample_index} to prompt "
-            f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either the "
-            "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back "
-            "to an earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
         )
 
 

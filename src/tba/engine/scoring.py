@@ -26,10 +26,7 @@ from tba.types import Weights
 
 
 class ReferenceScorer:
-    """Scores with a copy of the model in the native decoder, or with a decoder as it is.
-
-    ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)
-    """
+    """Scores with a copy of the model in the native decoder, or with a decoder as it is."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class TransformersEngine(Engine):
         self,
         model: nn.Module,
         *,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         seed: int,
         max_length: int,
         slots: int = 128,
@@ -81,14 +81,7 @@ class TransformersEngine(Engine):
         return self._abilities
 
     def clone_for_evaluation(self) -> TransformersEngine:
-        other = TransformersEngine(
-            self.model,
-            stop_ids=sorted(self.stop_ids),
-            seed=self.seed,
-            max_length=self.max_length,
-            slots=self.slots,
-            version=self.version,
-        )
+        other = TransformersEngine(self.model, version=self.version, **self.options)
         other._abilities = self._abilities  # the same model: nothing is tried twice
         return other
 
@@ -118,8 +111,18 @@ class TransformersEngine(Engine):
             found = [responses_of(request, samples_per_prompt, sampling, **options) for request in chosen]
             yield from (completion for _, completions in found for completion in completions)
             responses = [response for own, _ in found for response in own]
-            if responses:
-                yield from self._generate_batch(responses, between_steps)
+            if not responses:
+                continue
+            # No request joins a batch under way: slots that fall free stay empty until its last response has finished.
+            batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
+            # Before `between_steps`, which may load weights and open spans of its own.
+            batch.open_spans(self.version)
+            while batch.open_rows:
+                if between_steps is not None:
+                    between_steps()
+                yield from batch.step(self.stop_ids, self._stop_ids)
+            self._running = None
+            self._load_pending()
 
     def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
         """Requests that are decoded together: as many as there are now, up to `slots` responses."""
@@ -144,20 +147,6 @@ class TransformersEngine(Engine):
         waiting.clear()
         waiting.extend(left)
         return chosen
-
-    def _generate_batch(
-        self, responses: list[Response], between_steps: Callable[[], None] | None
-    ) -> Iterator[Completion]:
-        # No request joins a batch under way: slots that fall free stay empty until its last response has finished.
-        batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
-        # Before `between_steps`, which may load weights and open spans of its own.
-        batch.open_spans(self.version)
-        while batch.open_rows:
-            if between_steps is not None:
-                between_steps()
-            yield from batch.step(self.stop_ids, self._stop_ids)
-        self._running = None
-        self._load_pending()
 
     def _stop(self) -> None:
         self._running = None
@@ -203,7 +192,6 @@ class ResponseBatch:
         self._needs = [sampling_needs(response.sampling) for response in responses]
 
     def open_spans(self, version: int) -> None:
-        """From here on this version chooses."""
         for row in self.open_rows:
             self.responses[row].open_span(self._num_tokens(row), version)
 
@@ -227,21 +215,18 @@ class ResponseBatch:
         if not self._columns and self.abilities.selects:
             self._select(self._prompts_R)
             logits = logits[self._prompts_R]
-        self._append(rows_B, sample(logits, self._settings.rows(rows_B, len(self._columns)), stop_tensor, self._need()))
-        return self._take_finished(stop_ids)
-
-    def _need(self) -> SamplingNeeds:
-        found = SamplingNeeds(*(any(flags) for flags in zip(*(self._needs[row] for row in self.rows))))
+        needs = SamplingNeeds(*(any(flags) for flags in zip(*(self._needs[row] for row in self.rows))))
         # min_new_tokens matters only at the beginning, so this flag is worked out anew for every step.
         early = any(self._num_tokens(row) < self.responses[row].sampling.min_new_tokens for row in self.rows)
-        return found._replace(forbidden=early)
+        settings = self._settings.rows(rows_B, len(self._columns))
+        self._append(rows_B, sample(logits, settings, stop_tensor, needs._replace(forbidden=early)))
+        return self._take_finished(stop_ids)
 
     def _append(self, rows_B: Tensor, sampled: Sequence[Tensor]) -> None:
-        fills = (0, float("nan"), float("nan"))
-        size = (len(self.responses),)
-        tokens, behaviour, policy = (part.new_full(size, fill) for part, fill in zip(sampled, fills))
-        for column, part in zip((tokens, behaviour, policy), sampled):
-            column[rows_B] = part
+        fills, size = (0, float("nan"), float("nan")), (len(self.responses),)
+        tokens, behaviour, policy = (
+            part.new_full(size, fill).index_copy_(0, rows_B, part) for part, fill in zip(sampled, fills)
+        )
         self._columns.append((tokens, behaviour, policy))
         # The mask grows with the token that the next step feeds, in rows that have finished as well.
         self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
@@ -258,7 +243,16 @@ class ResponseBatch:
             or self._num_tokens(row) >= self.responses[row].sampling.max_new_tokens
         ]
         self.open_rows.difference_update(finished)
-        done = self._completions(finished, stop_ids) if finished else []
+        done: list[Completion] = []
+        if finished:
+            # Read from the device at once, for all that have ended.
+            tables = (torch.stack(part, dim=1)[finished].cpu().numpy() for part in zip(*self._columns))
+            for row, chosen, *log_probs in zip(finished, *tables):
+                response = self.responses[row]
+                unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
+                ids = np.concatenate((response.request.prefix_ids, chosen)).astype(np.int32)
+                behaviour, policy = (np.concatenate((unknown, own)) for own in log_probs)
+                done.append(response.completion(ids, behaviour, policy, stop_ids))
         # At half only: choosing rows copies the cache of those that stay.
         if self.abilities.selects and self.open_rows and 2 * len(self.open_rows) <= len(self.rows):
             # A place is a row of the batch now; a row number names a response for good.
@@ -271,27 +265,9 @@ class ResponseBatch:
         return self.responses[row].num_prefix_tokens + len(self._columns)
 
     def _select(self, places: Tensor) -> None:
-        """Have these rows of mask and cache, in this order."""
         for cache in self._cache.values():
             cache.batch_select_indices(places)
         self._mask = self._mask[places]
-
-    def _completions(self, rows: list[int], stop_ids: frozenset[int]) -> list[Completion]:
-        """The finished records of some responses, read from the device at once."""
-        tokens, behaviour, policy = (torch.stack(part, dim=1)[rows].cpu().numpy() for part in zip(*self._columns))
-        done = []
-        for place, row in enumerate(rows):
-            response = self.responses[row]
-            unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
-            done.append(
-                response.completion(
-                    np.concatenate((response.request.prefix_ids, tokens[place])).astype(np.int32),
-                    np.concatenate((unknown, behaviour[place])),
-                    np.concatenate((unknown, policy[place])),
-                    stop_ids,
-                )
-            )
-        return done
 
 
 def left_padded(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -317,8 +293,7 @@ class CacheAbilities(NamedTuple):
     padding, and some caches select the rows of their keys and forget those of their states."""
 
     takes_positions: bool
-    """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count positions
-    wrongly."""
+    """Whether the model takes the positions of tokens as an argument. Without it some models (Bamba) count wrongly."""
     caches: bool
     """Reading a token with the cache of those before it; otherwise everything is read again for each token."""
     selects: bool = False
@@ -382,5 +357,4 @@ def _is_exact(model: Any, abilities: CacheAbilities, lengths: Sequence[int], row
 
 
 def _distance(p: Tensor, q: Tensor) -> Tensor:
-    """Mean total variation distance."""
     return (p - q).abs().sum(-1).mean() / 2

@@ -30,7 +30,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,11 +59,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import vllm.envs
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.inputs import tokens_input
 from vllm.model_executor.layers.attention import Attention
@@ -137,20 +133,9 @@ def make_vllm_engine(
 class VllmEngine(Engine):
     """An engine that generates with a vLLM, alone or beside its siblings."""
 
-    def __init__(
-        self,
-        shared: SharedLLM,
-        *,
-        stop_ids: Iterable[int],
-        seed: int,
-        slots: int,
-        max_length: int,
-        vocabulary: int,
-        update: Update = "in_flight",
-    ) -> None:
-        super().__init__(
-            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=vocabulary, update=update
-        )
+    def __init__(self, shared: SharedLLM, **options: Any) -> None:
+        """`options` are those of every engine."""
+        super().__init__(**options)
         self._shared = shared
         self._waiting: deque[Response] = deque()
         """Samples of the request that was read last which have no slot yet."""
@@ -167,14 +152,7 @@ class VllmEngine(Engine):
     def clone_for_evaluation(self) -> VllmEngine:
         """A second engine over the same vLLM. While it generates, what this one has running goes on too, with the same
         weights, and is handed out when this one's turn comes."""
-        return VllmEngine(
-            self._shared,
-            stop_ids=self.stop_ids,
-            seed=self.seed,
-            slots=self.slots,
-            max_length=self.max_length,
-            vocabulary=self.vocabulary,
-        )
+        return VllmEngine(self._shared, vocabulary=self.vocabulary, update="in_flight", **self.options)
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
@@ -313,7 +291,6 @@ class RunningResponse:
         return np.concatenate((self.response.request.prefix_ids, self.tokens)).astype(np.int32)
 
     def take(self, output: RequestOutput) -> None:
-        """Add what a step brought."""
         (sample,) = output.outputs
         self.tokens.extend(sample.token_ids)
         chosen = zip(sample.token_ids, sample.logprobs or ())
@@ -354,7 +331,6 @@ class SharedLLM:
         _in_use.add(self)
 
     def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
-        """Queue a request -> its id. `taker` is given each of its outputs."""
         name = str(next(self._ids))
         # vLLM cannot forget its prefix cache while requests run, so requests after a load have another salt: they
         # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
@@ -364,7 +340,6 @@ class SharedLLM:
         return name
 
     def step(self) -> None:
-        """One token for every running request."""
         for output in self.llm.llm_engine.step():
             # Outputs of siblings and of scoring come in the same step: each goes to the one that asked.
             taker = self._takers[output.request_id]
@@ -412,7 +387,6 @@ class SharedLLM:
                 running.policy.extend(score[running.response.num_prefix_tokens + len(running.policy) :].tolist())
 
     def score(self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of each response's tokens after its prompt."""
         scores = [np.zeros(len(response), dtype=np.float32) for response in response_ids]
         outstanding: set[int] = set()
         for index, (prompt, response) in enumerate(zip(prompt_ids, response_ids)):
@@ -459,13 +433,7 @@ _kept: list[LLM] = []
 
 
 def make_llm(
-    model: nn.Module,
-    *,
-    seed: int,
-    slots: int,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    model: nn.Module, *, seed: int, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
 ) -> LLM:
     """vLLM with a model of this shape, with no weights yet."""
     if current_platform.device_type != device.type:
@@ -539,10 +507,7 @@ def memory_options(
     if not total:
         return {"kv_cache_memory_bytes": cache}
     weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    return {
-        "kv_cache_memory_bytes": cache,
-        "gpu_memory_utilization": min(1.0, (weights + cache + WORK_BYTES) / total),
-    }
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min(1.0, (weights + cache + WORK_BYTES) / total)}
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -550,7 +515,7 @@ def memory_options(
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """Arguments of an initialisation that connects to no other process."""
+    """Nothing is needed: no other process is connected."""
 
 
 @dataclass
@@ -570,8 +535,6 @@ def is_used_as_loaded(layer: nn.Module) -> bool:
 
 
 class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
-    """vLLM's side of the transfer."""
-
     init_info_cls = InProcessInit
     update_info_cls = InProcessUpdate
     _in_place = False

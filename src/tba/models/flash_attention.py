@@ -6,9 +6,7 @@ of FlashAttention forward and one backward; the gradients of a root's keys are t
 
 Where prompts are so long that gathered keys would be many times the tokens, both parts are computed apart and merged by
 their log-sums; in the backward pass each part gets the *merged* output and log-sum, which makes its share of the gradient
-exact: probabilities are exp(score - merged log-sum) wherever the key lies.
-
-Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
+exact. Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
 
 Axes: T packed tokens, R of them in roots, S gathered keys, H query heads, K key/value heads, D head dimension.
 """
@@ -16,7 +14,7 @@ Axes: T packed tokens, R of them in roots, S gathered keys, H query heads, K key
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,31 +24,23 @@ from torch import Tensor
 
 from tba.types import on_device
 
-LARGEST_HEAD = 256
-OLDEST = (8, 0)
-"""Oldest compute capability that has the kernels: Ampere."""
+LARGEST_HEAD, OLDEST = 256, (8, 0)  # head size, and oldest compute capability, that has the kernels: Ampere
 MOST_GATHERED = 4
 """Largest number of gathered keys per token. Reading and writing a gathered key and its gradients for every query head costs
 about a third of what computing a query's two parts apart and merging them does."""
 
 
 class Sizes(NamedTuple):
-    """Numbers that the host must know beforehand.
+    """Numbers that the host must know beforehand: Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5) or, in
+    parts, Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)"""
 
-    Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5) or, in parts,
-    Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
-    """
-
-    gathered: int
-    """Number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts."""
+    gathered: int  # number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts
     root_tokens: int
-    longest_query: int = 0
-    """Largest number of queries of one sequence."""
+    longest_query: int = 0  # largest number of queries of one sequence
     longest_key: int = 0
     longest_root: int = 0
     longest_branch: int = 0
-    most_queries: int = 0
-    """Largest number of branch tokens of one root."""
+    most_queries: int = 0  # largest number of branch tokens of one root
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -70,16 +60,11 @@ class Places(NamedTuple):
     first=[0, 3, 6, 9, 10, 11, 12], copies=[0, 3, 8, 1, 4, 9, 2, 5, 10, 6, 7, 11], queries_of_root=[])
     """
 
-    queries: Any
-    """Cumulated lengths of all sequences, roots and then branches; in parts those of the roots alone."""
-    keys: Any
-    """Cumulated numbers of keys that these sequences see; in parts the cumulated lengths of the branches."""
-    gathered: Any
-    """Token that each gathered key is of."""
-    first: Any
-    """[T + 1]: where the copies of each token begin in `copies`."""
-    copies: Any
-    """Places of the tokens among the gathered keys, token after token."""
+    queries: Any  # cumulated lengths of all sequences, roots and then branches; in parts those of the roots alone
+    keys: Any  # cumulated numbers of keys that these sequences see; in parts the cumulated lengths of the branches
+    gathered: Any  # token that each gathered key is of
+    first: Any  # [T + 1]: where the copies of each token begin in `copies`
+    copies: Any  # places of the tokens among the gathered keys, token after token
     queries_of_root: Any
     """Cumulated lengths, in parts, of all branch tokens of a root as one sequence: they lie side by side."""
 
@@ -89,10 +74,8 @@ class FlashPlan:
     """How FlashAttention computes packed sequences. All places are one tensor: one copy to the device, and no tensor
     whose size depends on the layout, for which torch.compile would compile again."""
 
-    places: Tensor
-    """The tensors of `Places` one after the other, on the device."""
-    sizes: Tensor
-    """Numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU."""
+    places: Tensor  # the tensors of `Places` one after the other, on the device
+    sizes: Tensor  # numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU
     is_in_parts: bool
     """Whether roots and branches are computed apart: a sliding window that cuts across both has no place in either part."""
 
@@ -107,11 +90,33 @@ class FlashPlan:
     ) -> FlashPlan:
         roots, branches = np.array(root_lengths), np.array(branch_lengths, dtype=np.int64)
         # Branches lie in the order of their roots (`pack`): runs of one root are taken together below.
-        root_of = np.array(branch_roots, dtype=np.int64)
+        root_of, nothing = np.array(branch_roots, dtype=np.int64), np.zeros(0)
         tokens = int(roots.sum() + branches.sum())
         is_little = bool(tokens + roots[root_of].sum() <= MOST_GATHERED * tokens)
-        sizes, places = (_in_one if is_little else _in_parts)(roots, branches, root_of)
-        # `read` cuts it again by the lengths behind the sizes.
+        if is_little:
+            # All sequences in one call: a root sees itself; a branch sees its root and itself.
+            keys, queries = np.concatenate([roots, roots[root_of] + branches]), np.concatenate([roots, branches])
+            sizes = Sizes(
+                gathered=int(keys.sum()) if len(branches) else 0,
+                root_tokens=int(roots.sum()),
+                longest_query=int(queries.max()),
+                longest_key=int(keys.max()),
+            )
+            gathered, first, copies = _gathered(roots, branches, root_of) if len(branches) else (nothing,) * 3
+            places = Places(_cumulated(queries), _cumulated(keys), gathered, first, copies, nothing)
+        else:
+            # Roots, branches by themselves, and all branch tokens of each root as one sequence over the root's keys.
+            queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
+            sizes = Sizes(
+                gathered=-1,
+                root_tokens=int(roots.sum()),
+                longest_root=int(roots.max()),
+                longest_branch=int(branches.max()),
+                most_queries=int(queries.max()),
+            )
+            ends = (_cumulated(roots), _cumulated(branches))
+            places = Places(*ends, nothing, nothing, nothing, _cumulated(queries))
+        # `_read` cuts it again by the lengths behind the sizes.
         numbers = np.concatenate(places).astype(np.int32)
         return cls(
             places=on_device(torch.from_numpy(numbers), device),
@@ -124,39 +129,8 @@ class FlashPlan:
 
 
 def _read(places: Tensor, sizes: Tensor) -> tuple[Sizes, Places]:
-    numbers = sizes.tolist()
-    count = len(Sizes._fields)
+    numbers, count = sizes.tolist(), len(Sizes._fields)
     return Sizes(*numbers[:count]), Places(*places.split(numbers[count:]))
-
-
-def _in_one(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
-    """All sequences in one call."""
-    # A root sees itself; a branch sees its root and itself.
-    keys, nothing = np.concatenate([roots, roots[root_of] + branches]), np.zeros(0)
-    sizes = Sizes(
-        gathered=int(keys.sum()) if len(branches) else 0,
-        root_tokens=int(roots.sum()),
-        longest_query=int(max(roots.max(), branches.max(initial=0))),
-        longest_key=int(keys.max()),
-    )
-    gathered, first, copies = _gathered(roots, branches, root_of) if len(branches) else (nothing,) * 3
-    queries = _cumulated(np.concatenate([roots, branches]))
-    return sizes, Places(queries, _cumulated(keys), gathered, first, copies, nothing)
-
-
-def _in_parts(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
-    """Roots, branches by themselves, and branches with their roots."""
-    # Branch tokens of each root: as one sequence of queries over the root's keys.
-    queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
-    sizes = Sizes(
-        gathered=-1,
-        root_tokens=int(roots.sum()),
-        longest_root=int(roots.max()),
-        longest_branch=int(branches.max()),
-        most_queries=int(queries.max()),
-    )
-    nothing = np.zeros(0)
-    return sizes, Places(_cumulated(roots), _cumulated(branches), nothing, nothing, nothing, _cumulated(queries))
 
 
 def _gathered(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -257,60 +231,60 @@ def _packed_flash_backward(
         d_out, q, k, v, out, sums,
         at.queries, at.keys, *known.longest, causal=True, scale=scale, window=known.cut(window),
     )  # fmt: skip
-    # A root's key was copied for each of its branches: its gradient is the sum over the copies.
-    return (dq, *_sums_of_copies(dk, dv, at)) if known.gathered else (dq, dk, dv)
-
-
-def _sums_of_copies(dk: Tensor, dv: Tensor, at: Places) -> tuple[Tensor, Tensor]:
-    """Gradients [T, K, D] of tokens from those [S, K, D] of the gathered keys and values."""
+    if not known.gathered:
+        return dq, dk, dv
+    # A root's key was copied for each of its branches: its gradient [T, K, D] is the sum over the copies [S, K, D].
     if dk.is_cuda and importlib.util.find_spec("triton") is not None:
         from tba.models.kernels import sum_copies
 
-        return sum_copies(dk, dv, at.first, at.copies)
+        return (dq, *sum_copies(dk, dv, at.first, at.copies))
     # Many copies of one key are added: in half precision small gradients would be lost.
     wide = torch.promote_types(dk.dtype, torch.float32)
     whole = (torch.zeros(len(at.first) - 1, *part.shape[1:], dtype=wide, device=part.device) for part in (dk, dv))
     dk, dv = (total.index_add_(0, at.gathered, part.to(wide)).to(part.dtype) for total, part in zip(whole, (dk, dv)))
-    return dk, dv
+    return dq, dk, dv
+
+
+def _of_parts(at: Places, sizes: Sizes) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """Cumulated lengths and the longest of queries and of keys: roots, branches over their own keys, and branches over all
+    keys of their roots, which lie before them."""
+    root, branch = sizes.longest_root, sizes.longest_branch
+    yield at.queries, at.queries, root, root
+    yield at.keys, at.keys, branch, branch
+    yield at.queries_of_root, at.queries, sizes.most_queries, root
 
 
 def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor]:
-    roots, branches = at.queries, at.keys
-    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
-    out_roots, sums_roots = _forward(
-        q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
-    )
-    # Branches twice: over their own keys, causal, and over all keys of their roots, which lie before them.
-    own, own_sums = _forward(
-        q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
-    )
-    root, root_sums = _forward(
-        q[R:], k[:R], v[:R], at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale
-    )
+    R, (roots, branches, both) = sizes.root_tokens, _of_parts(at, sizes)
+    out_roots, sums_roots = _forward(q[:R], k[:R], v[:R], *roots, causal=True, scale=scale)
+    own, own_sums = _forward(q[R:], k[R:], v[R:], *branches, causal=True, scale=scale)
+    root, root_sums = _forward(q[R:], k[:R], v[:R], *both, causal=False, scale=scale)
     out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
     out[:R], sums[:, :R] = out_roots, sums_roots
-    _merge_parts(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+    if out.is_cuda and importlib.util.find_spec("triton") is not None:
+        from tba.models.kernels import merge
+
+        merge(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+        return out, sums
+    sums[:, R:] = merged = torch.logaddexp(own_sums, root_sums)
+    own_share, root_share = (torch.exp(part - merged).t()[:, :, None] for part in (own_sums, root_sums))
+    out[R:] = own * own_share + root * root_share
     return out, sums
 
 
 def _backward_in_parts(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, at: Places, sizes: Sizes, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    roots, branches = at.queries, at.keys
-    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
-    dq_roots, dk_roots, dv_roots = _backward(
-        d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
-        roots, roots, longest_root, longest_root, causal=True, scale=scale,
-    )  # fmt: skip
-    of_branches = (out[R:], sums[:, R:].contiguous())
+    R, (roots, branches, both) = sizes.root_tokens, _of_parts(at, sizes)
+    found = (d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R])
+    dq_roots, dk_roots, dv_roots = _backward(*found, *roots, causal=True, scale=scale)
+    outs, of_sums = out[R:], sums[:, R:].contiguous()
     dq_own, dk_own, dv_own = _backward(
-        d_out[R:], q[R:], k[R:], v[R:], *of_branches,
-        branches, branches, longest_branch, longest_branch, causal=True, scale=scale,
-    )  # fmt: skip
+        d_out[R:], q[R:], k[R:], v[R:], outs, of_sums, *branches, causal=True, scale=scale
+    )
     dq_root, dk_root, dv_root = _backward(
-        d_out[R:], q[R:], k[:R], v[:R], *of_branches,
-        at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale,
-    )  # fmt: skip
+        d_out[R:], q[R:], k[:R], v[:R], outs, of_sums, *both, causal=False, scale=scale
+    )
     dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
     dq[:R] = dq_roots
     torch.add(dq_own, dq_root, out=dq[R:])
@@ -343,18 +317,6 @@ def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _packed_flash.register_autograd(_gradients, setup_context=_keep)
-
-
-def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
-    """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
-    if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.models.kernels import merge
-
-        merge(own, own_sums, root, root_sums, out, sums)
-        return
-    sums.copy_(torch.logaddexp(own_sums, root_sums))
-    own_share, root_share = (torch.exp(part - sums).t()[:, :, None] for part in (own_sums, root_sums))
-    out.copy_(own * own_share + root * root_share)
 
 
 def _forward(

@@ -25,12 +25,9 @@ from torch import Tensor
 
 from tba.types import on_device
 
-BLOCK = 4096
-"""Number of elements that one program adds."""
+BLOCK = CHUNK = 4096  # number of elements that one program adds, and of logits that one program reads at once
 ALIGNMENT = 16
 """Bytes that addresses and lengths of the sums are multiples of, so that they are read and written in wide pieces."""
-CHUNK = 4096
-"""Number of logits that one program reads at once."""
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -75,17 +72,9 @@ def merge(
 
 @triton.jit
 def _sum_copies(
-    d_keys,
-    d_values,
-    first,
-    places,
-    keys_out,
-    values_out,
-    T,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    d_keys, d_values, first, places, keys_out, values_out, T,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     for step in tl.static_range(TOKENS):
@@ -170,7 +159,14 @@ def can_accumulate(sums: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -
 def accumulate(sums: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:
     """fp32 sums with the gradients added, in place; None = the gradients are the first, and the sums are new tensors."""
     device, sizes = gradients[0].device, tuple(gradient.numel() for gradient in gradients)
-    totals = _empty_like(gradients, sizes) if sums is None else list(sums)
+    if sums is None:
+        # Parts of one fp32 tensor, each beginning at a multiple of ALIGNMENT bytes: one allocation instead of hundreds.
+        step = ALIGNMENT // 4
+        padded = [-(-size // step) * step for size in sizes]
+        parts = torch.empty(sum(padded), dtype=torch.float32, device=device).split(padded)
+        totals = [part[:size].view(like.shape) for part, size, like in zip(parts, sizes, gradients)]
+    else:
+        totals = list(sums)
     # Cached by the sizes, which are those of the model in every step; addresses of gradients are not.
     lengths, tensor_of, start_of = _programs(sizes, device)
     addresses = on_device(torch.tensor([tensor.data_ptr() for tensor in (*totals, *gradients)]), device)
@@ -179,15 +175,6 @@ def accumulate(sums: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> li
         IS_FIRST=sums is None, IS_BF16=gradients[0].dtype == torch.bfloat16, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return totals
-
-
-def _empty_like(gradients: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
-    """Parts of one fp32 tensor: one allocation instead of hundreds."""
-    step = ALIGNMENT // 4
-    # Each part begins at a multiple of ALIGNMENT bytes.
-    padded = [-(-size // step) * step for size in sizes]
-    whole = torch.empty(sum(padded), dtype=torch.float32, device=gradients[0].device)
-    return [part[:size].view(like.shape) for part, size, like in zip(whole.split(padded), sizes, gradients)]
 
 
 # --- log-probs of chosen tokens --------------------------------------------------------------------------------------
@@ -339,11 +326,8 @@ def chosen_log_probs(
     logits_at_once: int,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32.
-
-    `keep`: hold M x V numbers until the backward pass, which is then shorter by a matrix product; otherwise no more than
-    `logits_at_once` are held at any time.
-    """
+    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32. `keep`: hold M x V
+    numbers until the backward pass, which is then shorter by a matrix product; otherwise no more than `logits_at_once`."""
     hidden_ME = hidden_ME.contiguous()
     if keep and torch.is_grad_enabled() and (hidden_ME.requires_grad or head_VE.requires_grad):
         return _KeptLogProbs.apply(hidden_ME, head_VE, targets_M, 1.0 / temperature)

@@ -1,9 +1,8 @@
 """Load a causal language model and its tokenizer from a folder, a hub name, or the package, and make it ready to train:
 with a LoRA adapter, with compiled layers, or with layers recomputed in the backward pass.
 
-LoRA goes through PEFT: a small adapter is trained and travels; the base model stays as it was loaded. The reference is the
-base with the adapter off, so no second model is kept for it. Searchers merge an adapter into their engine's weights when it
-arrives: decoding costs no more than without.
+LoRA goes through PEFT: a small adapter is trained and travels. The reference is the base with the adapter off, so no second
+model is kept for it. Searchers merge an adapter into their engine's weights when it arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from tba.config import ConfigError, LoraConfig, ModelConfig
 from tba.models.paths import LFS_POINTER, resolve_path
 from tba.models.text_part import (
     CONTEXT_NAMES,
-    freeze_beside_text,
     is_tied,
     modules_beside_text,
     name_of,
@@ -50,14 +48,11 @@ from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
 
-ADAPTER = "default"
-"""Name of the LoRA adapter, as PEFT calls it."""
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""Files of which an adapter has one."""
+ADAPTER, ADAPTER_FILES = "default", ("adapter_model.safetensors", "adapter_model.bin")
+"""Name of the LoRA adapter, as PEFT calls it, and files of which it has one."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer has one; some families have others."""
-UNPACKED = ("mxfp4", "fp8", "compressed-tensors")
-"""Ways of quantizing that transformers undoes when it loads."""
+UNPACKED = ("mxfp4", "fp8", "compressed-tensors")  # ways of quantizing that transformers undoes when it loads
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that are what they stand for, as safetensors calls them."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -65,24 +60,16 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model ready to train or to generate, with what belongs to it."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    context: int
-    """Longest sequence in tokens, prompt and response together."""
+    context: int  # longest sequence in tokens, prompt and response together
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.model.device.type == "cuda"
-
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -110,13 +97,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
     base = path if adapter is None else resolve_path(base_of(adapter))
     with friendly_errors(config.path, "cannot be loaded"):
         check_has_config(Path(base))
-        _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
     # By the config alone, before tokenizer and weights: what cannot work is refused in a second.
     check_generates(config.path, shape)
-    _check_generation_config(config.path, Path(base))
     with_tokenizer = path if adapter is None or _has_tokenizer(adapter) else base  # PEFT saves an adapter without one
-    _check_has_tokenizer(config.path, Path(with_tokenizer))
+    _check_small_files(config.path, Path(base), Path(with_tokenizer))
     with friendly_errors(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(with_tokenizer, **options)
     with friendly_errors(config.path, "cannot be loaded with its weights"):
@@ -129,7 +114,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
         # eval: dropout off, in training too, or trainer and engine would compute different policies.
         model = model.to(device).eval()
         _check_finite(model)
-    freeze_beside_text(model)
+    # Only the part of the model that text goes through is trained and published.
+    text = text_parameters(model)
+    for name, parameter in model.named_parameters():
+        if name not in text:
+            parameter.requires_grad_(False)
     return LoadedModel(model=model, tokenizer=tokenizer, context=context_length(model.config))
 
 
@@ -141,11 +130,10 @@ def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] =
     def is_other(record: logging.LogRecord) -> bool:
         return not any(word in record.getMessage() for word in ("MISSING", "MISMATCH"))  # its tables: said here instead
 
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     reports.addFilter(is_other)
     try:
-        model, found = auto_class.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, found = auto_class.from_pretrained(path, **options)
     finally:
         reports.removeFilter(is_other)
     if missing := sorted(found["missing_keys"] - may_be_missing):
@@ -160,11 +148,8 @@ def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] =
 
 
 def load_published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
-
-    Published are parameters that text goes through, tied ones once. Buffers (the correction bias of DeepSeek's router) are
-    not, nor are parts that see images: nothing moves them, so those that the model was loaded with stay right.
-    """
+    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong. Buffers (the
+    correction bias of DeepSeek's router) and parts that see images are not published: nothing moves them."""
     known = model.state_dict()
     shapes = {name: tuple(known[name].shape) for name in text_parameters(model)}
     check_fits(tensors, shapes, ignored=known)
@@ -185,22 +170,17 @@ def _check_finite(model: PreTrainedModel) -> None:
         raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
 
 
-def _opened(file: Path) -> Any:
-    """A file of weights, whose header says how long it must be: a download that broke off is known by its name."""
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        size = file.stat().st_size
-        raise ValueError(
-            f"{file.name} ({size} bytes) is damaged or cut off ({error}): download or copy it again"
-        ) from None
-
-
 def _check_plain(folder: Path) -> None:
-    """Refuse weights of 8 bits, of which transformers would make floats as they stand: their scales are lost. So would be
-    the imaginary parts of complex ones."""
+    """Refuse weights of 8 bits and complex ones: transformers makes floats of them, without scales or imaginary parts."""
     for file in sorted(folder.glob("*.safetensors")):
-        with _opened(file) as tensors:
+        try:  # the header says how long the file must be: a download that broke off is known by its name
+            opened = safe_open(file, "pt")
+        except SafetensorError as error:
+            size = file.stat().st_size
+            raise ValueError(
+                f"{file.name} ({size} bytes) is damaged or cut off ({error}): download or copy it again"
+            ) from None
+        with opened as tensors:
             weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
             kinds = {name: tensors.get_slice(name).get_dtype() for name in weights}
             if others := [name for name, kind in kinds.items() if kind not in PLAIN_DTYPES]:
@@ -252,14 +232,10 @@ def friendly_errors(path: str, what: str) -> Iterator[None]:
 
 def check_has_config(folder: Path) -> None:
     """Refuse a folder that is no model, and name one in there that is, such as a run's checkpoint, or a snapshot in a folder
-    of the hub's cache."""
+    of the hub's cache. Refuse a clone without git-lfs too, which has pointers in the place of large files."""
     if folder.is_dir() and not (folder / "config.json").is_file():
         inside = sorted(found.parent for place in ("*", "*/*") for found in folder.glob(f"{place}/config.json"))
         raise ValueError("the folder has no config.json" + (f", and {inside[0]} has one" if inside else ""))
-
-
-def _check_fetched(folder: Path) -> None:
-    """Refuse a clone without git-lfs, which has pointers in the place of large files."""
     for file in sorted(path for path in folder.glob("*") if path.is_file()):
         with file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -269,8 +245,7 @@ def _check_fetched(folder: Path) -> None:
 
 
 def check_generates(path: str, shape: Any) -> None:
-    """Refuse a model that does not write text from left to right. transformers would load some of them all the same, with a
-    head that was never trained."""
+    """Refuse a model that does not write text from left to right: transformers loads some with a head of random numbers."""
     built = ", ".join(getattr(shape, "architectures", None) or [shape.model_type])
     heads = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     is_encoder = type(shape) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(shape, "is_decoder", False)
@@ -298,8 +273,14 @@ def check_generates(path: str, shape: Any) -> None:
             raise ValueError(f"model.path={path!r}: its config.json has {name}={size}, and at least 1 is needed.")
 
 
-def _check_generation_config(path: str, folder: Path) -> None:
-    """Refuse a generation_config.json that transformers would leave out in silence, with the stop tokens in it."""
+def _has_tokenizer(folder: Path) -> bool:
+    names = (*TOKENIZER_FILES, "*.tiktoken", "tekken.json", "tokenization_*.py")
+    return any(next(folder.glob(name), None) for name in names)
+
+
+def _check_small_files(path: str, folder: Path, tokenizer: Path) -> None:
+    """Refuse a generation_config.json that transformers would leave out in silence, with the stop tokens in it, and a folder
+    without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
     file = folder / "generation_config.json"
     try:
         if file.is_file() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
@@ -309,16 +290,7 @@ def _check_generation_config(path: str, folder: Path) -> None:
             f"model.path={path!r}: {file} cannot be read ({error}), and it may name the tokens that end a response. Copy it "
             "again, or delete it."
         ) from None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = (*TOKENIZER_FILES, "*.tiktoken", "tekken.json", "tokenization_*.py")
-    return any(next(folder.glob(name), None) for name in names)
-
-
-def _check_has_tokenizer(path: str, folder: Path) -> None:
-    """Refuse a folder without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
-    if folder.is_dir() and not _has_tokenizer(folder):
+    if tokenizer.is_dir() and not _has_tokenizer(tokenizer):
         raise ValueError(
             f"model.path={path!r}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy these files of the "
             "model that it was made from, or AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
@@ -369,8 +341,14 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
                 f"model.lora.targets={config.targets!r} names {name}, which cannot have an adapter: it is a router, or the "
                 "model computes with its weights without calling it. Take it out of the targets (all-linear leaves it out)."
             )
-    if tied:
-        _check_not_on_tied(model, config)
+    # An adapter on one end of tied embeddings would change one use of a matrix that is published once.
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()) if tied else ():
+        if has_adapter(module):
+            raise ConfigError(
+                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
+                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
+                "targets (all-linear leaves it out)."
+            )
     model._hf_peft_config_loaded = True  # or transformers would save, and switch off, no adapter
     model.peft_config[ADAPTER].base_model_name_or_path = base
     return outside
@@ -382,27 +360,13 @@ def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:
     found = []
     for name, module in model.named_modules():
         is_router = isinstance(module, nn.Linear) and "Router" in type(module).__name__
-        in_mixer = name.endswith((".dt_proj", ".out_proj")) and hasattr(
-            model.get_submodule(name.rpartition(".")[0]), "A_log"
-        )
-        if is_router or in_mixer:
+        ends_mixer = name.endswith((".dt_proj", ".out_proj"))
+        if is_router or (ends_mixer and hasattr(model.get_submodule(name.rpartition(".")[0]), "A_log")):
             found.append(name)
     return found
 
 
-def _check_not_on_tied(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse an adapter on one end of tied embeddings: it would change one use of a matrix that is published once."""
-    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
-        if has_adapter(module):
-            raise ConfigError(
-                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
-                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
-                "targets (all-linear leaves it out)."
-            )
-
-
 def has_adapter(module: Any) -> bool:
-    """Whether a layer has a part of the adapter."""
     return ADAPTER in getattr(module, "lora_alpha", ())
 
 
@@ -420,45 +384,41 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
-    for name, module in model.named_modules():
-        if has_adapter(module):
-            target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
-            whole = tensors[target]
-            # Added in fp32 and rounded once, as the sum: a delta rounded by itself would lose more.
-            delta = _delta(module, name, whole.device, weights.tensors)
-            tensors[target] = (whole.float() + delta).to(whole.dtype)
+    for name, found in model.named_modules():
+        if not has_adapter(found):
+            continue
+        module: Any = found
+        target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
+        whole = tensors[target]
+        is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
+        pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
+        a, b = (weights.tensors[pattern.format(part)].to(whole.device).float() for part in "AB")
+        experts = getattr(module, "num_experts", 1)
+        if experts > 1:
+            # PEFT lays the ranks of all experts in one matrix: A as [expert, rank], B as [rank, expert].
+            a_ERI, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
+            delta = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+            is_turned = not module._did_swap_in_out_features
+        else:
+            delta = b @ a
+            is_turned = is_embedding or module.fan_in_fan_out
+        delta = module.scaling[ADAPTER] * (delta.transpose(-2, -1) if is_turned else delta)
+        # Added in fp32 and rounded once, as the sum: a delta rounded by itself would lose more.
+        tensors[target] = (whole.float() + delta).to(whole.dtype)
     return Weights(version=weights.version, tensors=tensors)
-
-
-def _delta(module: Any, name: str, device: torch.device, adapter: Mapping[str, Tensor]) -> Tensor:
-    """Sum that a published adapter adds to the weights of one module, scale x B A, in fp32 and in their layout."""
-    is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
-    pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
-    a, b = (adapter[pattern.format(part)].to(device).float() for part in "AB")
-    experts = getattr(module, "num_experts", 1)
-    if experts > 1:
-        # PEFT lays the ranks of all experts in one matrix: A as [expert, rank], B as [rank, expert].
-        a_ERI, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
-        delta = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
-        is_turned = not module._did_swap_in_out_features
-    else:
-        delta = b @ a
-        is_turned = is_embedding or module.fan_in_fan_out
-    return module.scaling[ADAPTER] * (delta.transpose(-2, -1) if is_turned else delta)
 
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """The base model while the context lasts, where there is an adapter."""
-    if not has_lora(model):
-        yield
-        return
-    # For the whole model: nothing else may compute with it while the context lasts.
-    model.disable_adapters()
+    """The base model while the context lasts, where there is an adapter: nothing else may compute with it meanwhile."""
+    lora = has_lora(model)
+    if lora:
+        model.disable_adapters()
     try:
         yield
     finally:
-        model.enable_adapters()
+        if lora:
+            model.enable_adapters()
 
 
 def is_adapter(path: Path) -> bool:
@@ -473,7 +433,7 @@ def base_of(path: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read as the config of an adapter ({error}): copy it again.") from None
     if not base:
-        raise ConfigError(f"{path}/adapter_config.json does not name its base model (base_model_name_or_path).")
+        raise ConfigError(f"{file} does not name its base model (base_model_name_or_path).")
     return str(base)
 
 
@@ -512,22 +472,19 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
                     setattr(module, name, 0.0)
 
 
-def compile_layers(model: PreTrainedModel) -> bool:
-    """Compile the layers in place, for any number of tokens; False, with a warning and nothing changed, where that fails."""
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the layers in place, for any number of tokens; with a warning nothing changes where that fails."""
+    layers = getattr(trunk_of(model), "layers", None)
     if next(model.parameters()).device.type != "cuda":
         logger.warning("train.compile has no effect without CUDA.")
-        return False
-    layers = getattr(trunk_of(model), "layers", None)
-    if layers is None:
+    elif layers is None:
         logger.warning("train.compile: %s has no `layers` to compile; training goes on without.", type(model).__name__)
-        return False
-    for layer in layers:
-        layer.compile(dynamic=True)
-    return True
+    else:
+        for layer in layers:
+            layer.compile(dynamic=True)
 
 
 def context_length(model_config: Any) -> int:
-    """Longest sequence in tokens that a model was made for."""
     length = stated_context(model_config)
     if length is None:
         raise ValueError(

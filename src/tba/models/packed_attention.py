@@ -1,10 +1,9 @@
 """Attention over packed sequences, for any transformers model that uses the attention interface.
 
-On CUDA in half precision FlashAttention does this without padding (flash_attention.py); elsewhere as follows.
-All tokens of a micro-batch lie end to end in one row of T tokens, so no linear layer computes on padding. Only inside
-attention are they laid out in blocks: *roots* are causal sequences that start at position 0 (a prompt, or a prompt with
-its response), *branches* continue a root (a response that shares its prompt's pass with the others of its group) and see
-the root's tokens and their own past.
+On CUDA in half precision FlashAttention does this without padding (flash_attention.py); elsewhere as follows. All tokens of
+a micro-batch lie end to end in one row, so no linear layer computes on padding. Only inside attention are they laid out in
+blocks: *roots* are causal sequences that start at position 0 (a prompt), *branches* continue a root (a response that shares
+its prompt's pass with the others of its group) and see the root's tokens and their own past.
 
 Axes: T packed tokens, H heads, D head dim, R roots, B branches, L longest root, M longest branch.
 """
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
@@ -28,9 +26,7 @@ MAY_BE_IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_atte
 """Arguments of transformers' attention functions that change nothing here: dropout is off, positions are in the keys."""
 
 
-@dataclass(
-    kw_only=True, eq=False
-)  # not frozen: torch.compile looks into frozen ones, and compiles again for other lengths
+@dataclass(kw_only=True, eq=False)  # not frozen: torch.compile would look inside, and compile again for other lengths
 class PackedLayout:
     """Where each sequence lies in the packed row.
 
@@ -42,10 +38,9 @@ class PackedLayout:
     branch_lengths: Sequence[int] = ()
     branch_roots: Sequence[int] = ()
     device: torch.device
-    longest: int = field(init=False)
-    """Largest number of tokens that a token may see, itself included."""
+    longest: int = field(init=False)  # largest number of tokens that a token may see, itself included
     flash_plan: FlashPlan = field(init=False)
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # An upper bound: the longest branch need not be one of the longest root.
@@ -59,7 +54,6 @@ class PackedLayout:
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Root and branch lengths, and the root of each branch."""
         return (
             torch.tensor(self.root_lengths, dtype=torch.long),
             torch.tensor(self.branch_lengths, dtype=torch.long),
@@ -107,13 +101,8 @@ class PackedLayout:
     def branch_mask(self, window: int | None) -> Tensor:
         """Boolean [B, 1, M, L + M]: the root's real tokens and the own past, inside the window."""
         # Kept, because every layer of a pass asks for the same few masks.
-        if window not in self._masks:
-            self._masks[window] = self._make_branch_mask(window)
-        mask = self._masks[window]
-        assert mask is not None
-        return mask
-
-    def _make_branch_mask(self, window: int | None) -> Tensor:
+        if window in self._masks:
+            return self._masks[window]
         root_lengths, branch_lengths, branch_roots = self._lengths
         own_root = root_lengths[branch_roots]
         root_column, own_column = torch.arange(int(root_lengths.max())), torch.arange(int(branch_lengths.max()))
@@ -127,7 +116,8 @@ class PackedLayout:
             seen &= distance < window
         # A padded query would see nothing and give NaN, which poisons gradients even where its output is unused.
         seen |= (own_column >= branch_lengths[:, None])[:, :, None]
-        return seen[:, None].to(self.device)
+        self._masks[window] = seen[:, None].to(self.device)
+        return self._masks[window]
 
 
 def _indices_of(lengths: Tensor, *, first: int) -> Tensor:
@@ -168,12 +158,9 @@ def packed_attention(
     if unknown or is_causal is False:
         raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    if s_aux is None and packed_layout.fits_flash(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling, sliding_window)
-    else:
-        attended = _attend_outside(
-            q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
-        )
+    attended = attend_packed(
+        q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
+    )
     return attended[None], None
 
 
@@ -189,27 +176,8 @@ def attend_packed(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if sinks_H is None and layout.fits_flash(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        return _attend_flash(q_THD, k_THD, v_THD, layout, scaling, window)
-    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
-    states, options = (q_THD, k_THD, v_THD), (scaling, softcap, sinks_H)
-    blocks = [_attend(*states, layout.root_index_RL, layout.root_index_RL, layout.root_mask(window), *options)]
-    if layout.branch_lengths:
-        mask = layout.branch_mask(window)
-        blocks.append(_attend(*states, layout.branch_index_BM, layout.branch_key_index, mask, *options))
-    # Padding is dropped by not being picked.
-    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return rows.index_select(0, layout.unpack_T)
-
-
-_attend_outside = torch.compiler.disable(attend_packed)
-"""Attention outside of compiled graphs. Lengths and masks are plain Python: a compiled layer stops here and
-goes on after."""
-
-
-def _attend_flash(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
-) -> Tensor:
+    if sinks_H is not None or not layout.fits_flash(window) or not can_use_flash(q_THD, v_THD, softcap=softcap):
+        return _attend_in_blocks(q_THD, k_THD, v_THD, layout, scaling, window, softcap, sinks_H)
     scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
     # FlashAttention has one head size. Columns of zeros in the values give columns of zeros in the output.
     size, missing = v_THD.shape[-1], q_THD.shape[-1] - v_THD.shape[-1]
@@ -218,48 +186,54 @@ def _attend_flash(
     return attended if missing == 0 else attended[..., :size]
 
 
-def _attend(
+@torch.compiler.disable  # lengths and masks are plain Python: a compiled layer stops here and goes on after
+def _attend_in_blocks(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    mask: Tensor | None,
+    layout: PackedLayout,
     scaling: float | None,
+    window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
-    q, k, v = (
-        states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
-        for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
-    )
-    if sinks_H is not None:
-        assert softcap is None, "no model has both"
-        # A sink is one more key, of zeros, whose score is its logit and whose value is nothing.
-        scores = _with_sinks(mask, sinks_H.to(q.dtype), q.shape[2], k.shape[2])
-        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=scores, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    def attend(query_index: Tensor, key_index: Tensor, mask: Tensor | None) -> Tensor:
+        """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
+        q, k, v = (
+            states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
+            for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
         )
-    elif softcap is None:
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    else:
-        scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
-    return out.transpose(1, 2).flatten(0, 1)
+        is_grouped = q.shape[1] != k.shape[1]
+        if sinks_H is not None:
+            assert softcap is None, "no model has both"
+            # A sink is one more key, of zeros, whose score is its logit and whose value is nothing.
+            scores = _with_sinks(mask, sinks_H.to(q.dtype), q.shape[2], k.shape[2])
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+            out = scaled_dot_product_attention(q, k, v, attn_mask=scores, scale=scaling, enable_gqa=is_grouped)
+        elif softcap is None:
+            is_causal = mask is None
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=is_grouped
+            )
+        else:
+            scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+            out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
+    blocks = [attend(layout.root_index_RL, layout.root_index_RL, layout.root_mask(window))]
+    if layout.branch_lengths:
+        blocks.append(attend(layout.branch_index_BM, layout.branch_key_index, layout.branch_mask(window)))
+    # Padding is dropped by not being picked.
+    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return rows.index_select(0, layout.unpack_T)
 
 
 def softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, cap: float
 ) -> Tensor:
-    """Attention with scores cap * tanh(score / cap), as in Gemma 2: query [..., H, T, D], key and value [..., K, L, D].
-
-    The mask is added to the capped scores, so that -inf stays -inf; None = causal. No fused kernel of PyTorch caps scores,
-    so prefill, decoding and training all come here.
-    """
+    """Attention with scores cap * tanh(score / cap), as in Gemma 2: query [..., H, T, D], key and value [..., K, L, D]. The
+    mask is added to them; None = causal. No fused kernel of PyTorch caps scores: all passes come here."""
     mask = causal_mask(query, key) if mask is None else mask
     group = query.shape[-3] // key.shape[-3]
     if group > 1:
@@ -288,10 +262,3 @@ def _with_sinks(mask: Tensor | None, sinks_H: Tensor, queries: int, keys: int) -
     blocks = 1 if mask.ndim == 2 else mask.shape[0]
     seen = seen.view(blocks, 1, queries, keys).expand(-1, len(sinks_H), -1, -1)
     return torch.cat([seen, sinks_H[None, :, None, None].expand(blocks, -1, queries, 1)], dim=-1)
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention; it then needs `packed_layout=` in every forward call."""
-    # Registered anew: the trial of packed_check.py leaves its counting attention under this name.
-    AttentionInterface.register(NAME, packed_attention)
-    model.set_attn_implementation(NAME)

@@ -1,23 +1,21 @@
 """The check whether a model computes packed sequences like single ones. The trainer packs only models that pass it.
 
 Packing is exact for a model whose tokens meet in attention only, and whose attention is the one of packed_attention.py.
-Models with a recurrent or convolutional layer, with an attention of their own, or with a window that they keep to themselves
-are not, and nothing in a config says so. So each model is tried once, when it is loaded:
+Nothing in a config says so (recurrent or convolutional layers, an own attention or window), so each model is tried once:
 
 - every layer must call packed attention, with arguments that are known there;
 - log-probs must be those of plain passes over each sequence alone, of sequences longer than every window and every switch
   of rotary angles that the run can reach.
 
 The trial is in fp32, because rounding to bf16 hides what leaks, and over the first layers alone, as many as it takes to have
-one of each kind: what layers of one kind do, they do alike. So it costs little on a large model too.
+one of each kind: it costs little on a large model too.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,14 +24,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tba.models.load import first_line
-from tba.models.packed_attention import NAME, packed_attention, use_packed_attention
+from tba.models.packed_attention import NAME, packed_attention
 from tba.models.packing import PackedTokens, pack
 from tba.models.text_part import switch_length, trunk_of
 
-FEWEST_LAYERS = 2
-"""Least number of layers tried: what leaks in the first shows in what the second makes of it."""
-SHORT_TOKENS = 24
-"""Length of the longest sequence tried where no window asks for more."""
+FEWEST_LAYERS = 2  # least number of layers tried: what leaks in the first shows in what the second makes of it
+SHORT_TOKENS = 24  # length of the longest sequence tried where no window asks for more
 SCORED_TOKENS = 8
 """Number of tokens of the longest response tried; a longer sequence has a longer prompt, whose logits are not needed."""
 LARGEST_SHARE = 4e-5
@@ -58,30 +54,44 @@ def switch_to_packed(model: PreTrainedModel, outputs: Outputs, *, max_length: in
     before = model.config._attn_implementation
     problem = _find_problem(model, outputs, max_length)
     if problem is None:
-        use_packed_attention(model)
+        # Registered anew: the trial leaves its counting attention under this name.
+        AttentionInterface.register(NAME, packed_attention)
+        model.set_attn_implementation(NAME)
     else:
         model.set_attn_implementation(before)
     return problem
 
 
 def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | None) -> str | None:
-    lengths = _lengths(model.config, max_length)
-    layers = _layer_list(model)
-    count = None if layers is None else _layers_of_every_kind(layers[2])
+    lengths, count = _lengths(model.config, max_length), _layers_of_every_kind(model)
     try:
-        with _abridged(layers, count):
-            in_own_dtype = _Trial.make(model, lengths[0])
+        with _abridged(model, count):
+            in_own_dtype = _Trial(model, lengths[0])
     except Exception:  # some models count their layers elsewhere too
         count = None
-        in_own_dtype = _trial_of_the_whole(model, lengths[0])
+        try:
+            in_own_dtype = _Trial(model, lengths[0])
+        except Exception as error:
+            dtype = str(model.dtype).removeprefix("torch.")
+            raise PlainPassFailed(
+                f"{type(model).__name__} cannot be trained: its own forward pass fails in {dtype} on {model.device.type} "
+                f"({type(error).__name__}: {first_line(error).rstrip('.')}). Try model.dtype=float32, or another model."
+            ) from error
+    called: set[int] = set()
+
+    def counted_attention(module: nn.Module, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+        called.add(id(module))
+        return packed_attention(module, *arguments, **options)
+
     # The packed trial: plain passes in fp32, then the same sequences through `outputs`.
-    with _abridged(layers, count) as num_layers:
+    with _abridged(model, count) as num_layers:
         try:
             with _in_fp32(model) as is_changed:
                 # All plain passes come before the model's attention is another: they say what is right.
-                trials = [in_own_dtype] if not is_changed else [_Trial.make(model, lengths[0])]
-                trials += [_Trial.make(model, length) for length in lengths[1:]]
-                called = _use_counted_attention(model)
+                trials = [in_own_dtype] if not is_changed else [_Trial(model, lengths[0])]
+                trials += [_Trial(model, length) for length in lengths[1:]]
+                AttentionInterface.register(NAME, counted_attention)
+                model.set_attn_implementation(NAME)
                 problem = next((found for trial in trials if (found := trial.problem(outputs, LARGEST_SHARE))), None)
             # Right log-probs of few tokens are not enough: a layer that never calls attention mixes tokens its own way.
             if problem is None and num_layers not in (None, len(called)):
@@ -100,16 +110,10 @@ def own_logits(model: PreTrainedModel, rows_BT: Tensor, keep: int) -> Tensor:
     return model(input_ids=rows_BT, use_cache=False, **options).logits[:, -keep:]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Trial:
     """A few sequences, and their log-probs by plain passes."""
 
-    prompts: Sequence[Tensor]
-    responses: Sequence[Sequence[Tensor]]
-    log_probs_M: Tensor
-
-    @classmethod
-    def make(cls, model: PreTrainedModel, length: int) -> _Trial:
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
         """Two prompts, the first with a response that makes up `length` tokens, and where they are few with another."""
         device, vocabulary = next(model.parameters()).device, int(model.config.get_text_config().vocab_size)
         scored = min(SCORED_TOKENS, length - 1)
@@ -117,34 +121,18 @@ class _Trial:
         # Fixed tokens that rarely repeat, so that what leaks from a neighbour changes the log-probs.
         tokens = torch.arange(1, sum(sizes) + 1, device=device) * 7919 % vocabulary
         first, longest, short, second, other = tokens.split(sizes)
-        prompts, responses = (first, second), ((longest, short) if length <= SHORT_TOKENS else (longest,), (other,))
-        packed = pack(prompts, responses, device=device)
-        logits_MV = torch.cat([own_logits(model, row[None], size)[0].float() for row, size in packed.rows()])
-        log_probs_MV = torch.log_softmax(logits_MV, dim=-1)
-        return cls(
-            prompts=prompts,
-            responses=responses,
-            log_probs_M=log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0],
-        )
+        responses = ((longest, short) if length <= SHORT_TOKENS else (longest,), (other,))
+        self._packed = pack((first, second), responses, device=device)
+        rows = [own_logits(model, row[None], size)[0].float() for row, size in self._packed.rows()]
+        log_probs_MV = torch.log_softmax(torch.cat(rows), dim=-1)
+        self._log_probs_M = log_probs_MV.gather(1, self._packed.targets_M[:, None])[:, 0]
 
     def problem(self, outputs: Outputs, share: float) -> str | None:
         """How far the packed log-probs are off, if that is more than a share of the largest log-prob."""
-        tolerance = share * max(1.0, float(self.log_probs_M.abs().max()))
-        packed = pack(self.prompts, self.responses, device=self.log_probs_M.device)
-        gap = float((outputs(packed, 1.0)[0].float() - self.log_probs_M).abs().max())
+        tolerance = share * max(1.0, float(self._log_probs_M.abs().max()))
+        gap = float((outputs(self._packed, 1.0)[0].float() - self._log_probs_M).abs().max())
         # NaN is a problem too.
         return None if gap <= tolerance else f"log-probs differ by {gap:.2g} from a plain forward pass"
-
-
-def _trial_of_the_whole(model: PreTrainedModel, length: int) -> _Trial:
-    try:
-        return _Trial.make(model, length)
-    except Exception as error:
-        dtype = str(model.dtype).removeprefix("torch.")
-        raise PlainPassFailed(
-            f"{type(model).__name__} cannot be trained: its own forward pass fails in {dtype} on {model.device.type} "
-            f"({type(error).__name__}: {first_line(error).rstrip('.')}). Try model.dtype=float32, or another model."
-        ) from error
 
 
 def _lengths(config: Any, max_length: int | None) -> list[int]:
@@ -165,41 +153,38 @@ def _lengths(config: Any, max_length: int | None) -> list[int]:
 
 def _layer_list(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """The list of layers, with the module that has it and the name it has there."""
-    trunk = trunk_of(model)
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for module in trunk.modules():
+    for module in trunk_of(model).modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return module, name, child
     return None
 
 
-def _layers_of_every_kind(layers: nn.ModuleList) -> int:
-    """Number of first layers among which every kind of layer is."""
-    kinds = [_kind(layer) for layer in layers]
-    return min(len(kinds), max(FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
+def _layers_of_every_kind(model: PreTrainedModel) -> int | None:
+    """Number of first layers among which every kind of layer is; None = there is no list of layers."""
 
+    def settings(module: nn.Module) -> list[tuple[str, Any]]:
+        values = vars(module).items()
+        return [(n, v) for n, v in values if isinstance(v, bool | int | str | None) and not n.endswith(COUNTS)]
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Kind of a layer: its modules' classes and settings (`is_sliding`), without its place in the list."""
-    return tuple(
-        (name, type(module), *_settings(module)) for name, module in layer.named_modules() if ".lora_" not in name
-    )
+    def kind(layer: nn.Module) -> list[Any]:
+        """Its modules' classes and settings (`is_sliding`), without its place in the list."""
+        return [(name, type(m), settings(m)) for name, m in layer.named_modules() if ".lora_" not in name]
 
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if isinstance(value, bool | int | str | None) and not name.endswith(COUNTS):
-            yield name, value
+    found = _layer_list(model)
+    kinds = [] if found is None else [kind(layer) for layer in found[2]]
+    return min(len(kinds), max(FEWEST_LAYERS, *(kinds.index(own) + 1 for own in kinds))) if kinds else None
 
 
 @contextmanager
-def _abridged(layers: tuple[nn.Module, str, nn.ModuleList] | None, count: int | None) -> Iterator[int | None]:
+def _abridged(model: PreTrainedModel, count: int | None) -> Iterator[int | None]:
     """The model with its first `count` layers only, None = all, while the context lasts; gives their number, if known."""
-    if layers is None:
+    found = _layer_list(model)
+    if found is None:
         yield None
         return
-    parent, name, whole = layers
+    parent, name, whole = found
     # The layers are not copied: the model has a shorter list of the same modules meanwhile.
     few = whole if count is None else nn.ModuleList(list(whole)[:count])
     setattr(parent, name, few)
@@ -211,13 +196,9 @@ def _abridged(layers: tuple[nn.Module, str, nn.ModuleList] | None, count: int | 
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel) -> Iterator[bool]:
-    """The model in fp32 while the context lasts; gives whether it was in another dtype. Its own numbers are put aside and
-    come back as they were."""
-    kept = [
-        (tensor, tensor.data)
-        for tensor in chain(model.parameters(), model.buffers())
-        if tensor.is_floating_point() and tensor.dtype != torch.float32
-    ]
+    """The model in fp32 while the context lasts; gives whether it was in another dtype. Its own numbers come back."""
+    tensors = (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
+    kept = [(tensor, tensor.data) for tensor in tensors if tensor.dtype != torch.float32]
     # Some containers turn TF32 on, which rounds to ten bits.
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -230,16 +211,3 @@ def _in_fp32(model: PreTrainedModel) -> Iterator[bool]:
         torch.set_float32_matmul_precision(precision)
         for tensor, own in kept:
             tensor.data = own
-
-
-def _use_counted_attention(model: PreTrainedModel) -> set[int]:
-    """Switch to packed attention that notes which modules call it."""
-    called: set[int] = set()
-
-    def attention(module: nn.Module, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
-        called.add(id(module))
-        return packed_attention(module, *arguments, **options)
-
-    AttentionInterface.register(NAME, attention)
-    model.set_attn_implementation(NAME)
-    return called

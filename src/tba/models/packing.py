@@ -20,8 +20,9 @@ from tba.models.flash_attention import counted
 from tba.models.packed_attention import PackedLayout
 from tba.types import on_device
 
-MIN_PADDED_TOKENS = 512
-"""Number of tokens below which a padded batch is never split: small batches cost in calls what padding costs."""
+MIN_PADDED_TOKENS, MAX_PADDING = 512, 0.25
+"""Number of tokens below which a padded batch is never split (small batches cost in calls what padding costs), and the share
+of a larger one that may be padding."""
 
 Item = TypeVar("Item")
 
@@ -37,14 +38,10 @@ class PackedTokens:
     input_ids_T: Tensor
     positions_T: Tensor
     layout: PackedLayout
-    predict_M: Tensor
-    """Index in T of the hidden state that predicts each response token."""
-    targets_M: Tensor
-    """The response tokens, distinct responses in the order they first occur."""
-    prompt_spans: tuple[tuple[int, int], ...]
-    """Place of each prompt, once: (first index in T, length)."""
-    prompts: tuple[Tensor, ...]
-    """The prompts as they were given."""
+    predict_M: Tensor  # index in T of the hidden state that predicts each response token
+    targets_M: Tensor  # the response tokens, distinct responses in the order they first occur
+    prompt_spans: tuple[tuple[int, int], ...]  # place of each prompt, once: (first index in T, length)
+    prompts: tuple[Tensor, ...]  # the prompts as they were given
     responses: tuple[tuple[Tensor, ...], ...]
     """The distinct responses of each prompt; their tokens one after the other are `targets_M`."""
     copies: Tensor | None = None
@@ -58,7 +55,6 @@ class PackedTokens:
                 yield on_device(row, self.input_ids_T.device), len(response)
 
     def expand(self, values_M: Tensor) -> Tensor:
-        """From distinct responses to all responses as given."""
         return values_M if self.copies is None else values_M[self.copies]
 
 
@@ -75,6 +71,7 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, de
     within_M = counted(sizes)
     # A response's first token is predicted at its prompt's end, each other one at the token before it.
     predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
+    positions_T = np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)])
     is_branch = lengths > 0
     layout = PackedLayout(
         root_lengths=roots.tolist(),
@@ -85,11 +82,9 @@ def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, de
     return PackedTokens(
         prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
         input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in distinct for response in own)]), device),
-        positions_T=_sent(
-            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
-        ),
+        positions_T=on_device(torch.from_numpy(positions_T), device),
         layout=layout,
-        predict_M=_sent(predict_M, device),
+        predict_M=on_device(torch.from_numpy(predict_M), device),
         targets_M=on_device(torch.cat([response for own in distinct for response in own]), device),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, distinct)),
@@ -144,10 +139,6 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
     return distinct, torch.cat([torch.arange(first, first + size) for first, size in places])
 
 
-def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
-    return on_device(torch.from_numpy(numbers.astype(np.int64, copy=False)), device)
-
-
 # --- batches under a token budget ------------------------------------------------------------------------------------
 
 
@@ -158,10 +149,8 @@ def split_by_budget(
     cost: Callable[[Sequence[Item], Item], int],
     joins: Callable[[Sequence[Item], Item], bool] = lambda batch, item: True,
 ) -> list[list[Item]]:
-    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone.
-
-    `cost(batch, item)` is the number of tokens that the item adds to the batch, which may depend on what lies there already
-    (a prompt is paid once); `joins` may refuse an item for another reason than tokens.
+    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone. `cost` is the
+    number of tokens that an item adds to a batch; `joins` may refuse an item for another reason.
 
     split_by_budget([3, 4, 9, 2], max_tokens=8, cost=lambda batch, item: item) == [[3, 4], [9], [2]]
     """
@@ -174,17 +163,13 @@ def split_by_budget(
             tokens += added
         else:
             batches.append([item])
-            # Costs depend on the batch: in a new one the item pays its prompt again.
-            tokens = cost([], item)
+            tokens = cost([], item)  # in a new batch the item pays its prompt again
     return batches
 
 
-def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: float = 0.25) -> list[list[int]]:
+def length_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
     """Indices in batches of similar length: at most `token_budget` padded tokens (a longer one alone), and at most
-    `max_padding` of them padding.
-
-    length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
-    """
+    MAX_PADDING of them padding. length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]"""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     rising = [max(1, lengths[index]) for index in order]
     ends = [0, *accumulate(rising)]
@@ -196,7 +181,7 @@ def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: fl
 
     def pads_little(batch: Sequence[int], rank: int) -> bool:
         padded_size, real = (len(batch) + 1) * rising[rank], ends[rank + 1] - ends[batch[0]]
-        return padded_size <= MIN_PADDED_TOKENS or padded_size - real <= max_padding * padded_size
+        return padded_size <= MIN_PADDED_TOKENS or padded_size - real <= MAX_PADDING * padded_size
 
     batches = split_by_budget(range(len(order)), max_tokens=token_budget, cost=padded_tokens, joins=pads_little)
     return [[order[rank] for rank in batch] for batch in batches]

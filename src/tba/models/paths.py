@@ -1,8 +1,5 @@
-"""model.path: it names a folder, a model of the package or a hub model. The checks here find missing ones before a model
-loads.
-
-Nothing here imports torch or transformers: a name that leads nowhere is refused at once, without the hub's retries.
-"""
+"""model.path: it names a folder, a model of the package or a hub model. Nothing here imports torch or transformers: a name
+that leads nowhere is refused at once, without the hub's retries."""
 
 from __future__ import annotations
 
@@ -17,14 +14,11 @@ SHIPPED = {
     "tba:tools": "tasks/environments/start_model",
 }
 """Models inside the package, by the name used for model.path."""
-LFS_POINTER = b"version https://git-lfs"
-"""Beginning of what a clone without git-lfs has in the place of a large file."""
-HUB_SECONDS = 4.0
-"""Deadline for the hub to say whether it has a model."""
+LFS_POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lfs has in the place of a large file
+HUB_SECONDS = 4.0  # deadline for the hub to say whether it has a model
 
 
 def resolve_path(path: str) -> str:
-    """The folder or hub name behind model.path."""
     if path in SHIPPED:
         return str(files("tba").joinpath(SHIPPED[path]))
     if path.startswith("tba:"):
@@ -54,7 +48,11 @@ def check_there(what: str, path: str) -> None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    here = f"{what}: there is no such folder{nearest_folder(path)}"
+    here, parent = f"{what}: there is no such folder", Path(path).expanduser().parent
+    if str(parent) != "." and parent.is_dir():
+        beside = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+        if close := difflib.get_close_matches(Path(path).name, beside, n=1):
+            here += f" (the nearest is {parent / close[0]})"
     try:
         # A download of earlier serves offline: one of the two files says that the model or adapter is there.
         kept = [try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json")]
@@ -81,14 +79,3 @@ def check_there(what: str, path: str) -> None:
             f"{here}, and the hub cannot be reached ({message}). Give a folder with config.json and weights, or a hub name "
             "where the hub is in reach."
         ) from None
-
-
-def nearest_folder(path: str) -> str:
-    """`; runs/tb-seed0 is the nearest`, among the folders beside the one that is missing."""
-    parent = Path(path).expanduser().parent
-    if str(parent) == "." or not parent.is_dir():
-        return ""
-    close = difflib.get_close_matches(
-        Path(path).name, [entry.name for entry in parent.iterdir() if entry.is_dir()], n=1
-    )
-    return f" (the nearest is {parent / close[0]})" if close else ""

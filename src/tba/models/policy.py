@@ -3,12 +3,9 @@
 Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
 balance. They live with the trainer, in fp32, and never travel to searchers.
 
-The weights may be spread over the ranks of a process group, by PyTorch's FSDP2. Every layer is a group of parameters that is
-gathered when it computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
-Each rank keeps its rows of every parameter: of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9.
-
-    rank 0  rows 0..2 of every parameter   its gradients   its master weights and moments
-    rank 1  rows 3..5 ...
+The weights may be spread over the ranks of a process group, by PyTorch's FSDP2: each rank keeps its rows of every parameter
+(of 10 rows and 4 ranks the rows 0 to 2, 3 to 5, 6 to 8 and 9). Every layer is a group of parameters that is gathered when it
+computes and let go afterwards; what lies around the layers (embeddings, last norm, head) is one more group.
 
 Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
 """
@@ -16,7 +13,7 @@ Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,11 +42,8 @@ SMALLEST_SQUARE = 1e-12
 
 
 class PolicyModel:
-    """Computes log_pi of packed responses, with gradients where they are enabled.
-
-    Packed attention must give what plain passes over each sequence give, which is tried once (packed_check.py); a model
-    for which it does not is computed one sequence at a time, with a warning.
-    """
+    """Computes log_pi of packed responses, with gradients where they are enabled. A model for which packed attention does
+    not give what plain passes give (packed_check.py) is computed one sequence at a time, with a warning."""
 
     def __init__(
         self,
@@ -75,18 +69,13 @@ class PolicyModel:
                 logger.warning(
                     "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
                 )
-        if critic is not None or log_z is not None:
-            self._check_gives_hidden_states()
-        self.critic = critic
-        self.log_z = log_z
-
-    def _check_gives_hidden_states(self) -> None:
-        if not self.packed:
+        self.critic, self.log_z = critic, log_z
+        if self.heads and not self.packed:
             raise ValueError(
                 "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
                 "not give (see the warning above): use tb, rloo, grpo or another objective without them."
             )
-        if self.switch is not None:
+        if self.heads and self.switch is not None:
             raise ValueError(
                 f"objectives with a critic or a learned log Z need the hidden states of a prompt once, and this model has "
                 f"others where prompt and response are longer than {self.switch} tokens: keep them below that "
@@ -101,15 +90,12 @@ class PolicyModel:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
         # M distinct response tokens; `expand` gives N, all that were packed, equal responses included.
         log_pi, entropy, hidden = self._compute(packed, temperature)
-        if hidden is None:
-            return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
-        hidden_TH = hidden[0]
-        return Forward(
-            log_pi_N=packed.expand(log_pi),
-            entropy_N=packed.expand(entropy),
-            values_N=None if self.critic is None else packed.expand(self.critic(hidden_TH[packed.predict_M])),
-            log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
-        )
+        outputs = {"log_pi_N": packed.expand(log_pi), "entropy_N": packed.expand(entropy)}
+        if self.critic is not None and hidden is not None:
+            outputs["values_N"] = packed.expand(self.critic(hidden[0][packed.predict_M]))
+        if self.log_z is not None and hidden is not None:
+            outputs["log_z_P"] = self.log_z(hidden[0], packed.prompt_spans)
+        return Forward(**outputs)
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the model's parameters over the ranks of a mesh, in place: from here on all of them run `forward` at once.
@@ -141,12 +127,19 @@ class PolicyModel:
     def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
         if not self.packed:
-            return self._outputs_one_by_one(packed, temperature)
+            # The model's own logits, whatever it does to them.
+            logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
+            log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
+            entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
+            return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
         if self.switch is not None and packed.layout.longest > self.switch:
             # Short and long sequences have different rotary angles, and one packed row has one set of them.
             parts = split_by_length(packed, self.switch)
             if len(parts) > 1:
-                return self._outputs_of_parts(parts, temperature)
+                log_pis, entropies, _ = zip(*(self._outputs(part, temperature) for part, _ in parts))
+                # index_M tells where each token of a part stood in the whole: sorting by it puts them back.
+                order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
+                return torch.cat(log_pis)[order], torch.cat(entropies)[order], None
         # Trunk and head apart: logits of all T tokens would be T x V numbers, and only M are wanted.
         head = self.model.get_output_embeddings()
         hidden = trunk_of(self.model)(
@@ -156,38 +149,22 @@ class PolicyModel:
             packed_layout=packed.layout,
         ).last_hidden_state
         hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
-        config = self.model.config.get_text_config()
+        config: Any = self.model.config.get_text_config()
+        # Cohere's factor of the logits, and Granite's divisor. It is one over a temperature: the two are one division.
+        factor, divisor = (float(getattr(config, n, None) or 1.0) for n in ("logit_scale", "logits_scaling"))
         log_pi, entropy = chosen_log_probs(
             hidden_MD,
             head_VD,
             packed.targets_M,
-            # A scale of the logits is one over a temperature, so the two are one division.
-            temperature=temperature / _logit_scale(config),
+            temperature=temperature / (factor / divisor),
             bias_V=getattr(head, "bias", None),
             softcap=getattr(config, "final_logit_softcapping", None),
         )
         return log_pi, entropy, hidden
 
-    def _outputs_of_parts(
-        self, parts: list[tuple[PackedTokens, Tensor]], temperature: float
-    ) -> tuple[Tensor, Tensor, None]:
-        """Parts that have rotary angles of their own, one after the other; their outputs in the order of the whole."""
-        found = [self._outputs(part, temperature) for part, _ in parts]
-        # index_M tells where each token of a part stood in the whole: sorting by it puts them back.
-        order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
-        return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
-
     @property
     def heads(self) -> list[nn.Module]:
-        """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
-
-    def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
-        """The model's own logits, whatever it does to them."""
-        logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
-        log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
-        entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
-        return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
 
     @torch.no_grad()
     def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
@@ -237,9 +214,8 @@ class LogZ(nn.Module):
         log Z = start + bias + sum_i weight_i h_i / H,   h the mean hidden state scaled to a root mean square of 1
 
     sum_i |h_i| <= H whatever the width H, so an update that moves every parameter by at most a moves log Z by at most 2 a
-    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and so
-    have later steps whose gradients agree; the most it can do is 3.2 times that (betas .9 and .999), after gradients of
-    almost nothing.
+    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and no
+    later step more than 3.2 times that (betas .9 and .999).
 
     Deviation: the hidden states are detached, so that learning log Z does not move the policy.
     """
@@ -249,22 +225,16 @@ class LogZ(nn.Module):
         self.head = nn.Linear(hidden_size, 1)
         self.start: Tensor
         self.register_buffer("start", torch.tensor(0.0))
+        self.start_at(0.0)
         self.started = False
-        self._zero()
 
     def start_at(self, log_z: float) -> None:
-        """Give every prompt this log Z; what was learned before is forgotten.
-
-        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many optimizer steps to
-        get there.
-        """
-        self._zero()
-        self.start.fill_(log_z)
-        self.started = True
-
-    def _zero(self) -> None:
+        """Give every prompt this log Z, near the truth: at beta .005 log Z is in the hundreds, and the head would take as
+        many optimizer steps to get there. What was learned before is forgotten."""
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.start.fill_(log_z)
+        self.started = True
 
     def forward(self, hidden_TH: Tensor, prompt_spans: tuple[tuple[int, int], ...]) -> Tensor:
         # Over the prompt's tokens only: log Z may not see a response.
@@ -275,20 +245,11 @@ class LogZ(nn.Module):
 
 
 def make_critic(model: PreTrainedModel) -> Critic:
-    return Critic(_hidden_size(model)).to(next(model.parameters()).device)
+    return Critic(model.get_output_embeddings().weight.shape[1]).to(next(model.parameters()).device)
 
 
 def make_log_z(model: PreTrainedModel) -> LogZ:
-    return LogZ(_hidden_size(model)).to(next(model.parameters()).device)
-
-
-def _hidden_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[1])
-
-
-def _logit_scale(config: Any) -> float:
-    """Factor of a model's logits: Cohere's logit_scale, one over Granite's logits_scaling."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return LogZ(model.get_output_embeddings().weight.shape[1]).to(next(model.parameters()).device)
 
 
 def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,11 +257,9 @@ def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
     W h + s B (A h) = [W B] [h, s A h]. W + s B A in bf16 would round small updates away."""
     if not has_adapter(head) or head.disable_adapters:
         return hidden_MD, head.weight
-    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER]
+    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER].weight.to(head.weight.dtype)
     added = head.scaling[ADAPTER] * low_rank(hidden_MD.to(low_rank.weight.dtype))
-    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
-        [head.weight, up.weight.to(head.weight.dtype)], dim=1
-    )
+    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat([head.weight, up], dim=1)
 
 
 # --- weights spread over ranks ---------------------------------------------------------------------------------------
@@ -318,3 +277,57 @@ class ShardedForward(nn.Module):
         # FSDP2 hooks into the tensors that a module returns, which it cannot do for views.
         outputs = self._compute(*arguments, **options)
         return tuple(part.clone() if part is not None and part._is_view() else part for part in outputs)
+
+
+class Ranks:
+    """This process among the ranks of a trainer. `Ranks()` is a trainer of one process, for which all of this is nothing."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def concatenated(self, values: Sequence[Any]) -> list[Any]:
+        """The values of all ranks, plain data, one rank after the other."""
+        return list(values)
+
+
+ALONE = Ranks()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or a gradient, sharing its memory. A tensor that is not sharded is whole."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Their module takes long to import, and a trainer of one rank never meets one."""
+    return hasattr(tensor, "to_local")
+
+
+def whole_tensor(tensor: Tensor, like: Tensor) -> Tensor:
+    """A copy of the whole of `tensor`, or of this rank's rows of it, in host memory. `like` is the parameter it belongs to:
+    where that is sharded, all ranks call this at once."""
+    sharded: Any = like
+    if is_sharded(like) and not is_sharded(tensor):
+        from torch.distributed.tensor import DTensor
+
+        # A moment is kept as plain rows: it gets the layout of its parameter, to be gathered like it.
+        rows, layout = tensor.to(sharded.device), (sharded.device_mesh, sharded.placements)  # moments may be offloaded
+        tensor = DTensor.from_local(rows, *layout, shape=sharded.shape, stride=sharded.stride())
+    # A collective for sharded tensors: a rank that does not call it leaves the others waiting.
+    whole: Any = tensor.detach()
+    return (whole.full_tensor() if is_sharded(whole) else whole).to("cpu", copy=True)
+
+
+def own_rows(whole: Tensor | None, like: Tensor) -> Tensor:
+    """This rank's rows, in fp32, of a tensor that rank 0 has, spread as the parameter `like` is. All ranks call it."""
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    # Ranks other than 0 give memory of the right shape: distribute_tensor sends them rank 0's rows.
+    empty = torch.empty(sharded.shape, dtype=torch.float32, device=sharded.device)
+    given = empty if whole is None else empty.copy_(whole)
+    return distribute_tensor(given, sharded.device_mesh, sharded.placements).to_local()

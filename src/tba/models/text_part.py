@@ -1,8 +1,5 @@
-"""The text part of a model and its longest sequence, read from its config and its modules.
-
-A model that also sees images (Gemma 3 4B and larger) has a config with one for text inside, and modules that text does not
-go through. They are left as they are: not trained, not published, without an adapter.
-"""
+"""The text part of a model and its longest sequence, read from its config and its modules. The modules of a model that also
+sees images (Gemma 3 4B and larger) are not trained, not published, and without an adapter."""
 
 from __future__ import annotations
 
@@ -34,14 +31,6 @@ def text_parameters(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in text}
 
 
-def freeze_beside_text(model: PreTrainedModel) -> None:
-    """Have only the part of the model that text goes through trained and published."""
-    text = text_parameters(model)
-    for name, parameter in model.named_parameters():
-        if name not in text:
-            parameter.requires_grad_(False)
-
-
 def modules_beside_text(model: PreTrainedModel) -> list[str]:
     """Names of the layers that text does not go through."""
     if model.config.get_text_config() is model.config:
@@ -52,12 +41,10 @@ def modules_beside_text(model: PreTrainedModel) -> list[str]:
 
 
 def name_of(model: nn.Module, module: nn.Module | None) -> str | None:
-    """The name of a module in its model."""
     return next((name for name, found in model.named_modules() if found is module), None)
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether embedding and head are one matrix."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     return head is not None and embedding is not None and head.weight is embedding.weight
 
@@ -69,7 +56,6 @@ def stated_context(model_config: Any) -> int | None:
 
 
 def kv_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
-    """Size of one token's keys and values in all layers."""
     text = model_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

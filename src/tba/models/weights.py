@@ -1,8 +1,8 @@
 """Published weights: a versioned bundle of named tensors, and the canary, which says whether the engine computes with them.
 
 A canary is a few teacher-forced tokens, whose log-probs the trainer evaluates on what it publishes and each searcher on what
-it has loaded. A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though version and
-checksum (runtime/host_copies.py) are right.
+it has loaded. It shows weights that never reach the engine though version and checksum (runtime/shared_weights.py) are
+right.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from tba.types import Weights
 
-CANARY_TOKENS = 64
-"""Number of teacher-forced tokens of the canary."""
-SAFETY_FACTOR = 5.0
-"""Tolerance divided by the gap at version 0, where both sides surely hold the same weights."""
-SMALLEST_GAP = 1e-5
-"""Least gap assumed at version 0, in nats per token: two fp32 implementations may agree by luck."""
-LARGEST_FIRST_GAP = 0.1
-"""Largest gap at version 0, in nats per token, that may be rounding: beyond it the engine computes something else."""
+CANARY_TOKENS = 64  # number of teacher-forced tokens of the canary
+SAFETY_FACTOR = 5.0  # tolerance divided by the gap at version 0, where both sides surely hold the same weights
+SMALLEST_GAP, LARGEST_FIRST_GAP = 1e-5, 0.1
+"""Least gap assumed at version 0, in nats per token (two fp32 implementations may agree by luck), and the largest that may
+be rounding: beyond it the engine computes something else."""
 
 
 def check_fits(
@@ -67,34 +64,24 @@ def canary_tokens(vocabulary: int, length: int) -> np.ndarray:
     return ((np.arange(length + 1, dtype=np.int64) * 7919 + 17) * 104729 % vocabulary).astype(np.int32)
 
 
-def distance(left: np.ndarray, right: np.ndarray) -> float:
-    """Mean absolute difference of log-probs, in nats per token."""
-    return float(np.mean(np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))))
-
-
 def kl_estimate(sampled: np.ndarray, other: np.ndarray) -> float:
     """KL(p || q) in nats per token from log-probs of the same tokens under p, which sampled them, and under q: the mean of
-    q/p - 1 - log(q/p). Its expectation is that of -log(q/p), but it is never negative and varies far less, so that a few
-    tokens suffice to measure how nearly two policies agree. Of tokens that p has not sampled, such as the canary's, it is
-    no KL, but still a distance that is 0 only where both agree."""
+    q/p - 1 - log(q/p). It is never negative and varies far less than -log(q/p), so that a few tokens suffice. Of tokens that
+    p has not sampled, such as the canary's, it is no KL, but still a distance that is 0 only where both agree."""
     log_ratio = np.asarray(other, np.float64) - np.asarray(sampled, np.float64)
     return float(np.mean(np.expm1(log_ratio) - log_ratio))
 
 
 class CanaryCheck:
-    """Judges later versions by the gap at the first.
-
-    An engine that still holds its first weights is caught by the same bound: once the trainer's canary has moved by more
-    than two tolerances, being within one of the current value and of the first value is impossible.
-    """
+    """Judges later versions by the gap at the first. An engine that still holds its first weights is caught too, once the
+    trainer's canary has moved by more than two tolerances."""
 
     def __init__(self) -> None:
-        self.tolerance = 0.0
-        """Largest gap allowed, in nats per token; set at the first check."""
+        self.tolerance = 0.0  # largest gap allowed, in nats per token; set at the first check
 
     def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
         """Raise unless `computed` is the canary of the published weights; returns the gap."""
-        gap = distance(published, computed)
+        gap = float(np.mean(np.abs(np.asarray(published, np.float64) - np.asarray(computed, np.float64))))
         # Set once, at the first version: later gaps are judged by what rounding does to this pair of trainer and engine.
         if self.tolerance == 0.0:
             self.tolerance = SAFETY_FACTOR * max(min(gap, LARGEST_FIRST_GAP), SMALLEST_GAP)

@@ -39,13 +39,13 @@ from tba.objectives.objective import (
     prompt_std,
     ratio_metrics,
     ratios,
+    sum_where,
     token_log_ratios,
 )
 from tba.types import Batch, Forward, Loss
 
 STD_EPSILON = 1e-4
-SMALLEST_RESPONSE_RATIO = 1e-8
-"""Smallest ratio of a whole response in VESPO's weight, as in its authors' code."""
+SMALLEST_RESPONSE_RATIO = 1e-8  # smallest ratio of a whole response in VESPO's weight, as in its authors' code
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Steepness t of SAPO's sigmoid where the advantage is above 0, and where it is not (arXiv 2511.20347)."""
@@ -157,18 +157,15 @@ class GroupRelative(Objective):
         if self.surrogate == "sapo":
             slope_N = _by_sign(advantage_N > 0.0, *SAPO_TEMPERATURES, like=ratio_N)
             return -advantage_N * torch.sigmoid(slope_N * (ratio_N - 1.0)) * 4.0 / slope_N, metrics
-        weight_PK = self._vespo_weights(batch, log_ratio_N.detach(), advantage_PK)
+        # vespo: W^k exp(lambda (1 - W)) of each response is 1 on fresh data, and small where W is far from 1 on either side.
+        log_w_PK = batch.sum_per_response(log_ratio_N.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+        log_w_PK = log_w_PK.clamp(math.log(SMALLEST_RESPONSE_RATIO), LARGEST_LOG_RATIO)
+        k_PK, decay_PK = (
+            _by_sign(advantage_PK >= 0.0, up, down, like=log_w_PK) for up, down in zip(VESPO_UP, VESPO_DOWN)
+        )
+        weight_PK = (k_PK * log_w_PK + decay_PK * (1.0 - log_w_PK.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
         metrics["objective/weight_mean"] = mean_where(weight_PK, batch.weight_PK > 0)
         return -batch.per_token(weight_PK) * advantage_N * log_pi_N, metrics
-
-    def _vespo_weights(self, batch: Batch, log_ratio_N: Tensor, advantage_PK: Tensor) -> Tensor:
-        """W^k exp(lambda (1 - W)) of each response: 1 on fresh data, and small where W is far from 1 on either side."""
-        log_w_PK = batch.sum_per_response(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
-        log_w_PK = log_w_PK.clamp(math.log(SMALLEST_RESPONSE_RATIO), LARGEST_LOG_RATIO)
-        up_PK = advantage_PK >= 0.0
-        k_PK = _by_sign(up_PK, VESPO_UP[0], VESPO_DOWN[0], like=log_w_PK)
-        decay_PK = _by_sign(up_PK, VESPO_UP[1], VESPO_DOWN[1], like=log_w_PK)
-        return (k_PK * log_w_PK + decay_PK * (1.0 - log_w_PK.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
 
     @abstractmethod
     def _average(self, loss_N: Tensor, batch: Batch) -> Tensor: ...
@@ -187,7 +184,7 @@ class GRPO(GroupRelative):
 
     def _average(self, loss_N: Tensor, batch: Batch) -> Tensor:
         if self.aggregate == "tokens":
-            return torch.where(batch.kept_N, loss_N, torch.zeros_like(loss_N)).sum() / max(1, batch.totals.tokens)
+            return sum_where(loss_N, batch.kept_N) / max(1, batch.totals.tokens)
         return mean_over_responses(response_mean(batch, loss_N), batch)
 
 

@@ -1,6 +1,5 @@
 """The base of objectives: settings, and a pure function of a batch and the model's outputs. Below it are the terms that
-losses share: means over the responses of a prompt, ratios to the behaviour policy, the clipped surrogate of PPO and its kin,
-and the k3 estimate of a KL divergence. A response of weight 0 counts in none of them.
+losses share. A response of weight 0 counts in none of them.
 
 Axes: P prompts, K responses per prompt, N tokens of all responses.
 """
@@ -16,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config
-from tba.config.section import Section
+from tba.config.sections import Section
 from tba.types import Batch, Forward, Loss
 
 Coupling = Literal["token", "response", "group", "batch"]
@@ -29,50 +28,34 @@ ones whenever there is more than one micro-batch."""
 class Needs:
     """Inputs that an objective needs. The launcher provides them or refuses the combination with an error."""
 
-    reference: bool = False
-    """Whether log_ref is needed per token (a policy gradient with beta = 0 does without)."""
-    positive_beta: bool = False
-    """Whether beta must be above 0, because it divides or nothing would be learned at 0."""
-    group: bool = False
-    """Whether at least two responses per prompt are needed."""
-    behaviour: bool = False
-    """Whether behaviour log-probs are needed per token, for ratios."""
-    policy: bool = False
-    """Whether log-probs of the policy that generated are needed, for its KL to the reference."""
-    multiplicities: bool = False
-    """Whether equal responses must count as often as they were sampled."""
+    reference: bool = False  # whether log_ref is needed per token (a policy gradient with beta = 0 does without)
+    positive_beta: bool = False  # whether beta must be above 0, because it divides or nothing would be learned at 0
+    group: bool = False  # whether at least two responses per prompt are needed
+    behaviour: bool = False  # whether behaviour log-probs are needed per token, for ratios
+    policy: bool = False  # whether log-probs of the policy that generated are needed, for its KL to the reference
+    multiplicities: bool = False  # whether equal responses must count as often as they were sampled
     own_samples: bool = False
     """Whether responses must be samples of the policy itself: no exploration, no truncation of the distribution."""
     all_responses: bool = False
     """Whether cut-off responses must be there too, which train.truncated=drop leaves out: the values that a response is
     compared with count them."""
-    target: bool = False
-    """Whether the target is a distribution, which objective.target_temperature can shape."""
+    target: bool = False  # whether the target is a distribution, which objective.target_temperature can shape
 
 
 class Objective(Section):
-    """A subclass declares its settings as fields and computes the loss in `__call__`.
+    """A subclass declares its settings as fields and computes the loss in `__call__`. `value` of the returned Loss is
+    divided by the totals of the whole step, so that the losses of a step's micro-batches add up."""
 
-    `value` of the returned Loss is back-propagated; it is divided by the totals of the whole step, so that the losses of
-    a step's micro-batches add up.
-    """
-
-    default_coupling: ClassVar[Coupling]
-    """Coupling with default settings."""
-    needs: ClassVar[Needs]
-    """Needs with default settings."""
+    default_coupling: ClassVar[Coupling]  # coupling with default settings
+    needs: ClassVar[Needs]  # needs with default settings
     default_beta: ClassVar[float]
     """Value of objective.beta where it is not set; see `beta_where_unset` for long responses."""
-    default_beta_tokens: ClassVar[int | None] = None
-    """Largest generate.max_new_tokens for which that is so; None = any."""
+    default_beta_tokens: ClassVar[int | None] = None  # largest generate.max_new_tokens for which that is so; None = any
     default_max_kl_penalty: ClassVar[float | None] = None
     """Value of objective.max_kl_penalty where neither it nor beta is set; None = no bound."""
-    default_reset_every: ClassVar[int] = 0
-    """Value of reference.reset_every where it is not set; 0 = never."""
-    has_critic: ClassVar[bool] = False
-    """Whether forward.values_N are made, by a head on the policy's hidden states."""
-    has_log_z: ClassVar[bool] = False
-    """Whether forward.log_z_P is made, by a head of its own."""
+    default_reset_every: ClassVar[int] = 0  # value of reference.reset_every where it is not set; 0 = never
+    has_critic: ClassVar[bool] = False  # whether forward.values_N are made, by a head on the policy's hidden states
+    has_log_z: ClassVar[bool] = False  # whether forward.log_z_P is made, by a head of its own
     heads_learning_rate: ClassVar[float | None] = None
     """Learning rate of the critic's and log Z's heads; None = the policy's."""
     continuations: ClassVar[int] = 0
@@ -113,7 +96,7 @@ class Objective(Section):
 
 def prompt_mean(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """Mean over the K responses of each prompt that have weight -> [P, 1]; 0 where none has."""
-    return _kept(value_PK, weight_PK).sum(dim=1, keepdim=True) / _count(weight_PK).clamp(min=1.0)
+    return _kept(value_PK, weight_PK).sum(dim=1, keepdim=True) / weight_PK.sum(dim=1, keepdim=True).clamp(min=1.0)
 
 
 def centred(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
@@ -123,7 +106,7 @@ def centred(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
 
 def leave_one_out(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """value - mean of the prompt's other values = n / (n - 1) x (value - mean); 0 where there is no other."""
-    count_P1 = _count(weight_PK)
+    count_P1 = weight_PK.sum(dim=1, keepdim=True)
     factor_P1 = torch.where(count_P1 > 1, count_P1 / (count_P1 - 1).clamp(min=1.0), 0.0)
     return factor_P1 * centred(value_PK, weight_PK)
 
@@ -131,7 +114,7 @@ def leave_one_out(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
 def prompt_std(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     """Unbiased standard deviation within each prompt -> [P, 1]; 0 where fewer than two have weight."""
     squares_P1 = centred(value_PK, weight_PK).square().sum(dim=1, keepdim=True)
-    return (squares_P1 / (_count(weight_PK) - 1).clamp(min=1.0)).sqrt()
+    return (squares_P1 / (weight_PK.sum(dim=1, keepdim=True) - 1).clamp(min=1.0)).sqrt()
 
 
 def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
@@ -144,7 +127,11 @@ def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
 
 def mean_over_responses(value_PK: Tensor, batch: Batch) -> Tensor:
     """Sum over the responses that have weight / their number in the whole step."""
-    return _kept(value_PK, batch.weight_PK).sum() / max(1, batch.totals.responses)
+    return sum_where(value_PK, batch.weight_PK > 0) / max(1, batch.totals.responses)
+
+
+def sum_where(value: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(kept, value, torch.zeros_like(value)).sum()
 
 
 def mean_where(value: Tensor, kept: Tensor) -> Tensor:
@@ -157,12 +144,7 @@ def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
 
 
-def _count(weight_PK: Tensor) -> Tensor:
-    return weight_PK.sum(dim=1, keepdim=True)
-
-
-LARGEST_LOG_RATIO = 20.0
-"""Largest log of a ratio, in nats: a ratio of e^20 is far beyond every clip."""
+LARGEST_LOG_RATIO = 20.0  # largest log of a ratio, in nats: a ratio of e^20 is far beyond every clip
 
 
 def token_log_ratios(batch: Batch, log_pi_N: Tensor) -> Tensor:
@@ -187,8 +169,7 @@ def clipped_surrogate(
 
 
 def k3(batch: Batch, log_pi_N: Tensor) -> Tensor:
-    """exp(log ref - log pi) - (log ref - log pi) - 1 >= 0: unbiased for KL(pi, ref) on samples of pi; 0 where nothing
-    counts."""
+    """exp(log ref - log pi) - (log ref - log pi) - 1 >= 0: unbiased for KL(pi, ref) on samples of pi."""
     difference_N = torch.where(batch.kept_N, batch.log_ref_N - log_pi_N, torch.zeros_like(log_pi_N))
     return difference_N.exp() - difference_N - 1.0
 

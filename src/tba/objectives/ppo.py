@@ -36,27 +36,24 @@ from tba.objectives.objective import (
     mean_over_responses,
     ratio_metrics,
     ratios,
+    sum_where,
     token_log_ratios,
 )
 from tba.types import Batch, Forward, Loss
 
-LARGEST_K3 = 10.0
-"""Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
-VALUE_CLIP = 0.2
-"""Distance, in reward units, that a value may move from V_old and still lower its loss."""
+LARGEST_K3 = 10.0  # largest k3 of a token that counts in vineppo, in nats; above it nothing pulls
+VALUE_CLIP = 0.2  # distance, in reward units, that a value may move from V_old and still lower its loss
 WHITEN_EPSILON = 1e-8
 
 
 class PPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    gamma: ClassVar[float] = 1.0
-    """Discount of rewards and values, per token."""
+    gamma: ClassVar[float] = 1.0  # discount of rewards and values, per token
     gae_lambda: ClassVar[float] = 0.95
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
     has_critic: ClassVar[bool] = True
-    value_coefficient: ClassVar[float] = 0.1
-    """Weight c of the value loss."""
+    value_coefficient: ClassVar[float] = 0.1  # weight c of the value loss
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
@@ -74,15 +71,22 @@ class PPO(Objective):
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
-        squares_N = clipped_squares(values_N, old_N, return_N, clip=VALUE_CLIP)
-        value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
+        # max((V - ret)^2, (clip(V, V_old +- d) - ret)^2)
+        plain_N = (values_N - return_N).square()
+        clipped_N = (old_N + (values_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP) - return_N).square()
+        squares_N = torch.where(clipped_N > plain_N, clipped_N, plain_N)
+        value_loss = 0.5 * sum_where(squares_N, kept_N) / tokens
+        # Share of the returns' variance that the critic explains; 0 where there is none to explain.
+        target, value = return_N[kept_N], values_N.detach()[kept_N]
+        variance = float(target.var(unbiased=False)) if len(target) else 0.0
+        explained = 1.0 - float((target - value).var(unbiased=False)) / variance if variance > 0.0 else 0.0
+        metrics: dict[str, float | Tensor] = {
+            **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
+            "objective/value_loss": value_loss.detach(),
+            "objective/value_explained": explained,
+        }
         return Loss(
-            value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
-            metrics={
-                **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
-                "objective/value_loss": value_loss.detach(),
-                "objective/value_explained": _explained(values_N.detach()[kept_N], return_N[kept_N]),
-            },
+            value=sum_where(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss, metrics=metrics
         )
 
 
@@ -92,16 +96,31 @@ def token_rewards(batch: Batch, *, beta: float) -> Tensor:
     if beta > 0.0:
         # Of the policy that generated: the penalty stays the same in every update on the batch.
         reward_N = torch.where(batch.kept_N, -beta * (batch.policy_N - batch.log_ref_N), reward_N)
-    return torch.where(_last_chosen(batch), reward_N + batch.per_token(batch.reward_PK), reward_N)
+    index_N = torch.arange(len(batch.loss_mask_N), device=batch.loss_mask_N.device)
+    chosen_N = torch.where(batch.loss_mask_N, index_N, -1)
+    last_R = torch.full((len(batch.lengths),), -1, device=index_N.device)
+    last_R = last_R.scatter_reduce(0, batch.response_of_token, chosen_N, "amax")
+    is_last_N = index_N == last_R[batch.response_of_token]
+    return torch.where(is_last_N, reward_N + batch.per_token(batch.reward_PK), reward_N)
 
 
 def generalised_advantages(
     batch: Batch, reward_N: Tensor, value_N: Tensor, *, gamma: float, gae_lambda: float
 ) -> Tensor:
     """GAE over each response's chosen tokens; after the last one the value is 0. Zero at tokens not chosen."""
+    chosen_N, response_N = batch.loss_mask_N, batch.response_of_token
+    starts_R = batch.offsets[:-1].to(response_N.device)
+    before_N = chosen_N.long().cumsum(0) - chosen_N.long()
+    # Chosen tokens before this one, less those before its response begins.
+    column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
+    # Where each chosen token stands in a table of responses x chosen tokens. T is the length of the longest response: at
+    # least as many as any has chosen ones.
+    R, T = len(batch.lengths), int(batch.lengths.max())
+    place = (response_N * T + column_N)[chosen_N]
+    reward_RT, value_RT = (
+        values_N.new_zeros(R * T).index_put((place,), values_N[chosen_N]).view(R, T) for values_N in (reward_N, value_N)
+    )
     # One token of all responses at a time: a value needs the one after it, and responses are many.
-    place, (R, T) = _places(batch)
-    reward_RT, value_RT = (_spread(values, batch, place, R, T) for values in (reward_N, value_N))
     advantage_RT = torch.zeros_like(reward_RT)
     running_R = next_value_R = torch.zeros(R, dtype=reward_RT.dtype, device=reward_RT.device)
     for t in range(T - 1, -1, -1):
@@ -109,8 +128,7 @@ def generalised_advantages(
         # Chosen tokens stand first in a row, so a row's zeros behind them leave 0 here until its last token.
         next_value_R = value_RT[:, t]
         advantage_RT[:, t] = running_R
-    flat = advantage_RT.flatten()[place.clamp(min=0)]
-    return torch.where(place >= 0, flat, torch.zeros_like(flat))
+    return torch.zeros_like(reward_N).index_put((chosen_N,), advantage_RT.flatten()[place])
 
 
 def whiten(value_N: Tensor, kept_N: Tensor) -> Tensor:
@@ -119,49 +137,6 @@ def whiten(value_N: Tensor, kept_N: Tensor) -> Tensor:
     if len(kept) < 2:
         return torch.zeros_like(value_N)
     return (value_N - kept.mean()) / (kept.var() + WHITEN_EPSILON).sqrt()
-
-
-def clipped_squares(value_N: Tensor, old_N: Tensor, return_N: Tensor, *, clip: float) -> Tensor:
-    """max((V - ret)^2, (clip(V, old +- clip) - ret)^2)."""
-    plain_N = (value_N - return_N).square()
-    clipped_N = (old_N + (value_N - old_N).clamp(-clip, clip) - return_N).square()
-    return torch.where(clipped_N > plain_N, clipped_N, plain_N)
-
-
-def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
-    """[N]: where each token stands in a table of responses x chosen tokens, -1 where it is not chosen; and its shape."""
-    chosen_N, response_N = batch.loss_mask_N, batch.response_of_token
-    starts_R = batch.offsets[:-1].to(response_N.device)
-    before_N = chosen_N.long().cumsum(0) - chosen_N.long()
-    # Chosen tokens before this one, less those before its response begins.
-    column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
-    # Tokens of the longest response: at least as many as any has chosen ones.
-    T = int(batch.lengths.max())
-    return torch.where(chosen_N, response_N * T + column_N, -1), (len(batch.lengths), T)
-
-
-def _spread(values_N: Tensor, batch: Batch, place: Tensor, R: int, T: int) -> Tensor:
-    table = torch.zeros(R * T, dtype=values_N.dtype, device=values_N.device)
-    return table.index_put((place[batch.loss_mask_N],), values_N[batch.loss_mask_N]).view(R, T)
-
-
-def _last_chosen(batch: Batch) -> Tensor:
-    """bool [N]: the last chosen token of each response."""
-    index_N = torch.arange(len(batch.loss_mask_N), device=batch.loss_mask_N.device)
-    chosen_N = torch.where(batch.loss_mask_N, index_N, -1)
-    last_R = torch.full((len(batch.lengths),), -1, device=index_N.device)
-    last_R = last_R.scatter_reduce(0, batch.response_of_token, chosen_N, "amax")
-    return index_N == last_R[batch.response_of_token]
-
-
-def _sum(value_N: Tensor, kept_N: Tensor) -> Tensor:
-    return torch.where(kept_N, value_N, torch.zeros_like(value_N)).sum()
-
-
-def _explained(value: Tensor, target: Tensor) -> float:
-    """Share of the returns' variance that the critic explains; 0 where there is none to explain."""
-    variance = float(target.var(unbiased=False)) if len(target) else 0.0
-    return 0.0 if variance <= 0.0 else 1.0 - float((target - value).var(unbiased=False)) / variance
 
 
 class VinePPO(Objective):
@@ -178,7 +153,7 @@ class VinePPO(Objective):
         advantage_N = whiten(step_advantages(batch), kept_N)
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
-        value = _sum(surrogate_N, kept_N) / tokens
+        value = sum_where(surrogate_N, kept_N) / tokens
         if beta > 0.0:
             kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=LARGEST_K3))
             value = value + beta * mean_over_responses(kl_PK, batch)

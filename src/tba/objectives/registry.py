@@ -1,7 +1,4 @@
-"""From a config to its objective. A new objective is one file, one line in OBJECTIVES and one test.
-
-Combinations of settings that make no sense are refused with an error before a model loads.
-"""
+"""From a config to its objective. A new objective is one file, one line in OBJECTIVES and one test."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pydantic import ValidationError
 from tba.config import Config, ConfigError, Schedule
 from tba.config.reading import RENAMED
 from tba.objectives.grpo import GRPO, DrGRPO
-from tba.objectives.objective import Needs, Objective
+from tba.objectives.objective import Objective
 from tba.objectives.policy_gradient import RLOO, OnlineDPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
 from tba.objectives.subtrajectory_balance import SubTrajectoryBalance
@@ -39,18 +36,18 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 def make_objective(config: Config) -> Objective:
     """The objective of objective.name with its settings, checked against the rest of the config."""
-    kind = objective_class(config.objective.name)
+    name = config.objective.name
+    if name not in OBJECTIVES:
+        close = difflib.get_close_matches(name, list(OBJECTIVES), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(OBJECTIVES)}."
+        raise ConfigError(f"objective.name={name} is unknown: {hint}")
+    kind = OBJECTIVES[name]
     try:
         objective = kind.make(config)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
-    default_beta = kind.beta_where_unset(config.generate.max_new_tokens)
-    reset_every = config.reference.reset_every
-    if reset_every is None:
-        reset_every = reset_every_where_unset(config, objective)
     # All contradictions at once, so that a config is corrected in one go.
-    problems = list(refusals(config, objective.needs, default_beta=default_beta, reset_every=reset_every))
-    if problems:
+    if problems := list(refusals(config, objective)):
         raise ConfigError("\n".join(problems))
     return objective
 
@@ -59,29 +56,19 @@ def reset_every_where_unset(config: Config, objective: Objective) -> int:
     """Value of reference.reset_every where it is not set: the objective's, and 0 where there is no reference to reset."""
     # With an adapter the reference is the base model without it, and stays.
     beta = config.objective.beta
-    return (
-        0
-        if config.model.lora is not None or (beta is not None and beta.ends == (0.0, 0.0))
-        else objective.default_reset_every
-    )
+    has_none = config.model.lora is not None or (beta is not None and beta.ends == (0.0, 0.0))
+    return 0 if has_none else objective.default_reset_every
 
 
-def objective_class(name: str) -> type[Objective]:
-    if name not in OBJECTIVES:
-        close = difflib.get_close_matches(name, list(OBJECTIVES), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(OBJECTIVES)}."
-        raise ConfigError(f"objective.name={name} is unknown: {hint}")
-    return OBJECTIVES[name]
+LARGEST_BETA = 100.0  # largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1
 
 
-LARGEST_BETA = 100.0
-"""Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
-
-
-def refusals(config: Config, needs: Needs, *, default_beta: float, reset_every: int) -> Iterator[str]:
-    """Settings that contradict the objective."""
+def refusals(config: Config, objective: Objective) -> Iterator[str]:
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
-    explore, temperature = config.search.explore, config.objective.target_temperature
+    needs, explore, temperature = objective.needs, config.search.explore, config.objective.target_temperature
+    default_beta, reset_every = objective.beta_where_unset(generate.max_new_tokens), config.reference.reset_every
+    if reset_every is None:
+        reset_every = reset_every_where_unset(config, objective)
     first, last = (config.objective.beta or Schedule(start=default_beta)).ends
     if needs.positive_beta and min(first, last) <= 0:
         yield f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: " + (

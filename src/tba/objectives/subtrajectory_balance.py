@@ -59,7 +59,10 @@ def potentials(batch: Batch, log_pi_N: Tensor, flow_N: Tensor, *, beta: float) -
     """log F(s_i) - sum of (log pi - log ref) before s_i -> [R, S], whose differences are the residuals rho_ij; and the
     number of turns [R], 0 where the response has no weight. `flow_N` is log F at each turn's first token."""
     kept_N, response_N = batch.kept_N, batch.response_of_token
-    begins_N = turn_begins(batch)
+    # A turn begins at a chosen token whose predecessor in the response was not chosen.
+    follows_N = torch.zeros_like(kept_N)
+    follows_N[1:] = kept_N[:-1] & (response_N[1:] == response_N[:-1])
+    begins_N = kept_N & ~follows_N
     turns_R = torch.zeros(len(batch.lengths), dtype=torch.long, device=kept_N.device)
     turns_R = turns_R.index_add(0, response_N, begins_N.long())
     # Turns before this token, less those of earlier responses: 1 in the first turn, so that turn i ends in state i.
@@ -72,14 +75,6 @@ def potentials(batch: Batch, log_pi_N: Tensor, flow_N: Tensor, *, beta: float) -
     reward_R1 = batch.reward_PK.to(ratio_RS.dtype).view(-1, 1)
     flow_RS = torch.where(end_RS & (turns_R[:, None] > 0), reward_R1 / beta, flow_RS)
     return flow_RS - ratio_RS.cumsum(dim=1), turns_R
-
-
-def turn_begins(batch: Batch) -> Tensor:
-    """bool [N]: the chosen tokens whose predecessor in the response was not chosen; of responses that have weight."""
-    kept_N, response_N = batch.kept_N, batch.response_of_token
-    follows_N = torch.zeros_like(kept_N)
-    follows_N[1:] = kept_N[:-1] & (response_N[1:] == response_N[:-1])
-    return kept_N & ~follows_N
 
 
 def stretches(turns_R: Tensor, states: int, *, decay: float) -> Tensor:

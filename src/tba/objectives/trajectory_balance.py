@@ -32,23 +32,21 @@ from tba.objectives.objective import (
     mean_where,
     prompt_mean,
     ratios,
+    sum_where,
     token_log_ratios,
 )
 from tba.types import Batch, Forward, Loss
 
 ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
-LARGEST_TOKEN_KL = 10.0
-"""Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
+LARGEST_TOKEN_KL = 10.0  # largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats
 USUAL = 1.5
-"""Multiple of the drift by one update below which no gradient is masked. Where updates are long, most of a response's drift
-is common to all."""
+"""Multiple of the drift by one update below which no gradient is masked: most of a long update's drift is common to all."""
 TrustRegion = Literal["response", "token", "taper", "none"]
 """Trust region: the rule that bounds the gradient of a response on stale data; see `gradient_share`."""
 
 
 def log_z_estimates(log_pi_PK: Tensor, log_ref_PK: Tensor, reward_PK: Tensor, *, beta: float) -> Tensor:
-    """The estimate of log Z by each single response."""
     return log_ref_PK + reward_PK / beta - log_pi_PK
 
 
@@ -62,12 +60,9 @@ def trajectory_balance_loss(
     weight_PK: Tensor | None = None,
     num_responses: int | None = None,
 ) -> Tensor:
-    """The mean squared residual: the paper's loss value, and the function that training calls.
-
-    `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean estimate of its responses, without gradient. A
-    response of weight 0 counts neither in that mean nor in the loss. `num_responses` is the global normaliser when the
-    arguments are part of a step.
-    """
+    """The mean squared residual: the paper's loss value, and the function that training calls. `log_z_P1` is log Z of each
+    prompt; None = the VarGrad estimate, the mean estimate of its responses, without gradient. `num_responses` is the global
+    normaliser when the arguments are part of a step."""
     weight_PK = torch.ones_like(log_pi_PK) if weight_PK is None else weight_PK
     log_z_PK = log_z_estimates(log_pi_PK, log_ref_PK, reward_PK, beta=beta)
     if log_z_P1 is None:
@@ -77,8 +72,7 @@ def trajectory_balance_loss(
 
 
 def residuals(log_z_PK: Tensor, log_z_P1: Tensor, weight_PK: Tensor) -> Tensor:
-    """Estimate of log Z by each response, less log Z; 0 for a response without weight, whose numbers may be unknown
-    (NaN)."""
+    """Estimate of log Z by each response, less log Z; 0 for one without weight, whose numbers may be unknown (NaN)."""
     return torch.where(weight_PK > 0, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
 
 
@@ -195,11 +189,9 @@ def gradient_share(
 ) -> Tensor:
     """Share [N] of its gradient that each token keeps, in 0 to 1. `log_pi_N` carries no gradient.
 
-    TB's gradient pushes a response up or down by its residual, without an importance weight. On fresh data that is safe: a
-    response that the policy gives up is hardly sampled again. On stale data it is not. A wrong response that was sampled
-    once is pushed down each time it is trained, by up to r / beta nats, although the policy would not produce it any more.
-    Tokens that it shares with right responses go down with it. (On sort_digits of the bench exact TB ended at .43 at a lag
-    of 3 steps where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
+    TB's gradient pushes a response up or down by its residual, without an importance weight. On stale data a wrong response
+    that was sampled once is pushed down each time it is trained, by up to r / beta nats, although the policy would not
+    produce it any more. Tokens that it shares with right responses go down with it (docs/algorithm.md has figures).
 
     So the push of a response is measured by its drift, log_pi now - log_pi when it was generated. Its gradient is masked
     once the policy has moved far enough in the direction of the push:
@@ -211,9 +203,8 @@ def gradient_share(
         none        trajectory balance as it is
 
     A masked response still counts in its prompt's log Z. The log-probs of a policy's own samples differ by about the root of
-    the entropy, and the learning rate follows that root too (trainer/learning_rate.py). So short and long responses, sure
-    and unsure policies are masked alike. Two kinds of drift mask no response: the change of all responses by one update
-    (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square root of the tokens (ROUNDING).
+    the entropy: so short and long responses, sure and unsure policies are masked alike. Two kinds of drift mask no response:
+    the change of all responses by one update (USUAL), and the gap between a bf16 engine and its trainer (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is masked.
@@ -227,12 +218,7 @@ def gradient_share(
     if rule == "taper":
         # TOPR's weight of a push down: the ratio of the whole response, at most 1.
         return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
-    limit_PK = _drift_limit(batch, max_drift=max_drift)
-    return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
-
-
-def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
-    """[P, K] nats. Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts."""
+    # Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts.
     known_N = torch.isfinite(batch.policy_N)
     known_PK = batch.sum_per_response(known_N.to(batch.policy_N.dtype)) > 0
     # 0 for a response of unknown log-probs, which has no weight in the mean below.
@@ -240,7 +226,8 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
     entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
     tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))
     least_PK = (ROUNDING * tokens_PK.sqrt()).clamp(min=USUAL * batch.usual_drift)
-    return torch.maximum(max_drift * entropy_P1.sqrt(), least_PK)
+    limit_PK = torch.maximum(max_drift * entropy_P1.sqrt(), least_PK)
+    return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
 
 
 def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:
@@ -275,20 +262,17 @@ class TBAPrime(Objective):
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None
         log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
-        reward_PK = centred(batch.reward_PK, weight_PK)
-        # The KL is part of the reward: it carries no gradient of its own.
-        kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
+        reward_PK, kept_N = centred(batch.reward_PK, weight_PK), batch.kept_N
+        kl_PK = torch.zeros_like(reward_PK)
+        if beta > 0.0:
+            # The KL is part of the reward: it carries no gradient of its own. Each token is clamped before the sum.
+            kl_N = (log_pi_N.detach() - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL)
+            kl_PK = centred(batch.sum_per_response(kl_N), weight_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
-        gain_N = clamped_N * batch.per_token(reward_PK - beta * kl_PK)
-        kept_N = batch.kept_N
-        total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
+        total = sum_where(clamped_N * batch.per_token(reward_PK - beta * kl_PK), kept_N)
         metrics = {
             "objective/ratio_mean": mean_where(clamped_N, kept_N),
             "objective/clip_fraction": mean_where(ratio_N > self.ratio_max, kept_N),
         }
         return Loss(value=-total / (max(1, batch.totals.responses) * self.normal_length), metrics=metrics)
-
-    def _kl(self, batch: Batch, log_pi_N: Tensor) -> Tensor:
-        """KL_ij, each token clamped before the sum."""
-        return batch.sum_per_response((log_pi_N.detach() - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))

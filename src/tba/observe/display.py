@@ -1,6 +1,5 @@
-"""The display of a run. While it runs: evaluations, reward, lag, speed, and which role waits for which. At its end: a table
-of before and after, the steadiness of the run, its curve, and the first setting to change if it went badly.
-"""
+"""The display of a run. While it runs: evaluations, reward, lag, speed, and which role waits for which. At its end: a
+table of before and after, the steadiness of the run, its curve, and the first setting to change if it went badly."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
@@ -25,10 +24,8 @@ from tba.observe.metrics import Evaluation
 from tba.observe.run_folder import PLOT
 from tba.observe.watches import no_signal_lines
 
-REFRESH_PER_SECOND = 4
 LINE_SECONDS, LINE_SHARE = 10.0, 0.02
 """Time between two lines where there is no terminal: at least so long, and this share of the time that has passed."""
-TABLE_WIDTH = 100
 SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
 MEANS = {"drift_nats": "off_policy/kl", "masked_fraction": "tb/masked_fraction"}
@@ -39,8 +36,6 @@ MUCH_MASKED = 0.4
 """Share of the gradient masked above which most responses are too old when they are trained."""
 MUCH_WAITED = 0.3
 """Share of its time that a trainer waits for responses above which it could train those it has once more."""
-FELL_ERRORS = 2.0
-"""Number of standard errors by which the final score lies below the best one before it counts as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +67,7 @@ class Progress:
     ) -> None:
         """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet.
         `report_height` is called with the number of lines that the table has now."""
-        self._config = config
-        self._roles = roles
-        self._clock = clock
-        self._report_height = report_height
+        self._config, self._roles, self._clock, self._report_height = config, roles, clock, report_height
         self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
@@ -91,9 +83,7 @@ class Progress:
         self._live: Live | None = None
         if self._enabled and sys.stderr.isatty() and not self._console.is_dumb_terminal:
             # Transient: at the end the table leaves the screen to the summary.
-            self._live = Live(
-                get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True
-            )
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
         elif not isinstance(sys.stderr, FileProxy):  # a study has a live display of its own
             # A daemon: a trainer that dies must not wait for a thread that sleeps until its next line.
@@ -138,12 +128,9 @@ class Progress:
     def _time(self) -> str:
         """step 3 of 60, 1 min 05 s elapsed, about 20 min left"""
         elapsed, left = self._clock()
-        parts = [steps_text(self._config, self._step), f"{duration(elapsed)} elapsed"]
-        if self.stopping:
-            parts.append("stops after this step")
-        elif left is not None:
-            parts.append(f"about {duration(left)} left")
-        return ", ".join(parts)
+        rest = "" if left is None else f", about {duration(left)} left"
+        rest = ", stops after this step" if self.stopping else rest
+        return f"{steps_text(self._config, self._step)}, {duration(elapsed)} elapsed{rest}"
 
     def _figures(self) -> list[tuple[str, str]]:
         """Metrics of the last step; none before the first."""
@@ -164,7 +151,7 @@ class Progress:
 
     def _table(self) -> Table:
         # One width: a table that follows its longest line jumps about.
-        width = min(TABLE_WIDTH, self._console.width)
+        width = min(100, self._console.width)
         table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, width=width)
         for row in self._rows():
             table.add_row(*row)
@@ -174,7 +161,11 @@ class Progress:
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("progress", self._time())]
         if self._evaluations:
-            rows.append(("evaluation", self._headline()))
+            # The first metric, at the start and in the last three: reward 0.25 (step 0)  0.28 (step 4)
+            name = next(iter(self._evaluations[0][1]), "")
+            found = [(step, metrics[name]) for step, metrics in self._evaluations if name in metrics]
+            values = [f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]]
+            rows.append(("evaluation", "  ".join([name, *values])))
         rows += self._figures()
         if self._metrics.get("guard/alarm"):
             rows.append(("guard", "the run is collapsing: see the warning"))
@@ -183,14 +174,6 @@ class Progress:
             waited = f"; waited {role.waited_share:.0%}" if self._metrics else ""
             rows.append((role.name, f"{role.doing}{waited}{f'; {rate:.3g} responses/s' if rate else ''}"))
         return rows
-
-    def _headline(self) -> str:
-        """The evaluations' first metric, at the start and in the last three: reward 0.25 (step 0)  0.28 (step 4)"""
-        name = next(iter(self._evaluations[0][1]), "")
-        found = [(step, metrics[name]) for step, metrics in self._evaluations if name in metrics]
-        return "  ".join(
-            [name, *(f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]])]
-        )
 
 
 def weights_of(step: int) -> str:
@@ -208,9 +191,9 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s" if whole < 600 else f"{round(whole / 60)} min"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{round(whole / 60)} min" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 def pace_message(config: Config, *, steps: int, seconds: float, waited: float) -> str:
@@ -231,8 +214,7 @@ def show_line(message: str) -> None:
 
 
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
-    """Print the results of a finished run, and save the curve as a picture in its folder: where the run is, the metrics at
-    its start, its best step and its end, the time, what to be warned of, the best weights and the picture."""
+    """Print the results of a finished run, and save the curve as a picture in its folder."""
     console = Console(file=lasting(sys.stdout))
 
     def say(message: str, style: str | None = None, *, whole: bool = not console.is_terminal) -> None:
@@ -252,11 +234,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         f"trained of {summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max "
         f"{summary['lag']['max']}"
     )
-    if summary["empty_steps"]:
-        say(
-            f"{summary['empty_steps']} steps moved no weights: train.truncated left nothing of their batches",
-            style="bold red",
-        )
+    if count := summary["empty_steps"]:
+        say(f"{count} steps moved no weights: train.truncated left nothing of their batches", style="bold red")
     if summary["lost"] is not None:
         say(
             f"{summary['lost']['responses']} responses ({summary['lost']['share']:.0%}) had no reward and were not trained "
@@ -272,10 +251,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     if summary["target"] is not None and summary["target"]["message"] is not None:
         say(f"beta: {summary['target']['message']}", style="bold")
     if went_badly(summary):
-        say(
-            advice(summary, auto_rate=config.train.learning_rate is None, target_drift=config.train.target_drift),
-            style="bold",
-        )
+        is_auto, drift = config.train.learning_rate is None, config.train.target_drift
+        say(advice(summary, auto_rate=is_auto, target_drift=drift), style="bold")
     elif config.mode == "async" and (spare_time := waiting_advice(summary)) is not None:
         say(spare_time)
     # A function of a script has no file that a command could name.
@@ -292,9 +269,9 @@ def metrics_table(summary: Mapping[str, Any]) -> Table:
     """A row per metric: its value with its standard error at the start, at the best step and at the end."""
     best = summary["best"] or {"step": 0}
     is_best = ", the best" if best["step"] == summary["final_step"] else ""
-    columns = {"start": "start", "final": f"final (step {summary['final_step']}{is_best})"}
-    if 0 < best["step"] < summary["final_step"]:
-        columns = {"start": "start", "best_values": f"best (step {best['step']})", "final": columns["final"]}
+    is_between = 0 < best["step"] < summary["final_step"]
+    columns = {"start": "start"} | ({"best_values": f"best (step {best['step']})"} if is_between else {})
+    columns["final"] = f"final (step {summary['final_step']}{is_best})"
     errors = {"start": "start_standard_error", "best_values": "best_standard_error", "final": "final_standard_error"}
     table = Table(box=None, padding=(0, 3, 0, 0))
     for heading in ("", *columns.values()):
@@ -351,9 +328,8 @@ class Stability:
         # The first step waits for searchers to start, which says nothing about who is the bottleneck.
         if self._steps > 1:
             self._waited_seconds += metrics.get("time/wait_for_batch", 0.0)
-            self._worked_seconds += sum(
-                metrics.get(f"time/{part}", 0.0) for part in ("step", "receive", "second_update")
-            )
+            worked = ("time/step", "time/receive", "time/second_update")
+            self._worked_seconds += sum(metrics.get(part, 0.0) for part in worked)
         for name, metric in MEANS.items():
             if metric in metrics:
                 self._sums[name] = self._sums.get(name, 0.0) + metrics[metric]
@@ -361,8 +337,7 @@ class Stability:
         self._lasts |= {name: metrics[metric] for name, metric in LASTS.items() if metric in metrics}
 
     def summary(self) -> dict[str, float]:
-        """{"drift_nats": 0.02, "masked_fraction": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06, "waited":
-        0.3}"""
+        """{"drift_nats": 0.02, "masked_fraction": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06, ...}"""
         means = {name: self._sums[name] / self._counts[name] for name in self._sums}
         if self._worked_seconds:
             means["waited"] = self._waited_seconds / (self._waited_seconds + self._worked_seconds)
@@ -393,11 +368,11 @@ def went_badly(summary: Mapping[str, Any]) -> bool:
     collapse, best = summary["collapse"], summary["best"]
     if collapse is not None and not collapse.get("recovered"):
         return True
-    # By the standard error of the last evaluation: the best of many is above the mean by chance alone.
+    # Two standard errors of the last evaluation below: the best of many is above the mean by chance alone.
     name = next(iter(summary["final"]), None)
     if best is None or name is None:
         return False
-    return summary["final"][name] < best["score"] - FELL_ERRORS * summary["final_standard_error"].get(name, 0.0)
+    return summary["final"][name] < best["score"] - 2.0 * summary["final_standard_error"].get(name, 0.0)
 
 
 def advice(summary: Mapping[str, Any], *, auto_rate: bool, target_drift: float) -> str:
@@ -427,8 +402,7 @@ def waiting_advice(summary: Mapping[str, Any]) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """An evaluation metric over steps, with standard errors: Curve("accuracy", [(0, 0.37), (50, 0.61)], [0.02, 0.02])"""
 
     name: str

@@ -10,10 +10,10 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, get_args
+from typing import Any, Literal, TextIO, get_args
 
 from safetensors import SafetensorError
 
@@ -72,26 +72,17 @@ class WriteFailures:
                 message = "%s %s cannot be written (%s). This alone does not end the run, and is not said again."
                 logger.log(level, message, what, path, error)
 
-    def raise_lost(self) -> None:
-        """Raise at the end of a run that has not written all that it must."""
-        lost = self._lost_message()
-        if lost:
+    def raise_lost(self, *, interrupted: bool = False) -> None:
+        """Raise at the end of a run that has not written all that it must; one that was `interrupted` logs it."""
+        names = ", ".join(list(map(str, self.lost))[:5]) + (", ..." if len(self.lost) > 5 else "")
+        lost = f"{len(self.lost)} of its files could not be written: {names}."
+        if self.lost and interrupted:
+            logger.error("the run was interrupted, and %s", lost)
+        elif self.lost:
             raise OutputLost(
                 f"training is done, but {lost} Free the disk and go on from the newest checkpoint (--resume), or choose "
                 "another output=... and train again."
             )
-
-    def report_lost(self) -> None:
-        """Say so at the end of a run that was interrupted."""
-        lost = self._lost_message()
-        if lost:
-            logger.error("the run was interrupted, and %s", lost)
-
-    def _lost_message(self) -> str:
-        """2 of its files could not be written: runs/a/step-10, runs/a/step-20. Empty = nothing is lost."""
-        lost = [str(path) for path in self.lost]
-        names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
-        return f"{len(lost)} of its files could not be written: {names}." if lost else ""
 
 
 class OutputLost(RuntimeError):
@@ -153,8 +144,8 @@ def check_may_replace(option: str, path: Path, is_own: Callable[[Path], bool]) -
 
 
 def check_new_folder(path: Path, *, may_hold: str | None = None) -> None:
-    """Refuse a folder for output that is a file, or that is not empty, before anything is made. One that holds what fits
-    `may_hold` may be written into: it is an earlier one of its kind."""
+    """Refuse a folder for output that is a file, or that is not empty unless it holds what fits `may_hold`: then it is an
+    earlier one of its kind."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
         raise FileExistsError(f"{existing} is a file, not a folder: give a new folder.")
@@ -183,9 +174,6 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-# Metrics: metrics.jsonl always, TensorBoard and W&B where observe.sinks names them.
-
-
 def check_sinks(config: Config) -> None:
     """Refuse sinks whose package is not installed, without importing it."""
     for name in config.observe.sinks:
@@ -193,107 +181,56 @@ def check_sinks(config: Config) -> None:
             raise ValueError(f"observe.sinks has {name!r}, which needs a package: pip install {name}.")
 
 
-def make_sinks(config: Config, folder: RunFolder, failures: WriteFailures | None = None) -> Sinks:
-    """The sinks of a run: metrics.jsonl always, those of observe.sinks besides. A package that is missing is an error here,
-    before training starts, not at the first record."""
-    check_sinks(config)
-    sinks: list[Sink] = [JsonlSink(folder.metrics)]
-    # Packages are imported here, before training: a sink that fails later would cost a run its metrics.
-    for name in config.observe.sinks:
-        sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
-    return Sinks(sinks, folder.path, failures or WriteFailures())
-
-
 class Sinks:
-    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; a sink that
-    cannot be written is reported once."""
+    """Where the metrics of a run go, one record per step: metrics.jsonl always, TensorBoard (`tensorboard --logdir runs`)
+    and W&B where observe.sinks names them. A sink that cannot be written is reported once.
 
-    def __init__(self, sinks: Sequence[Sink], folder: Path, failures: WriteFailures) -> None:
-        self._sinks = sinks
-        self._folder = folder
-        self._failures = failures
+    metrics.jsonl has one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
+    JSON has no numbers for. WANDB_MODE=offline keeps everything of W&B in the run folder."""
+
+    def __init__(self, config: Config, folder: RunFolder, failures: WriteFailures) -> None:
+        # Packages are imported here, before training: a sink that fails later would cost a run its metrics.
+        check_sinks(config)
+        self._folder, self._failures = folder, failures
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if "tensorboard" in config.observe.sinks:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder.path / "tensorboard"))
+        if "wandb" in config.observe.sinks:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "tba"),
+                name=config.observe.label or config.run_name,
+                dir=str(folder.path),
+                config=config.model_dump(mode="json"),
+            )
+            # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
+            self._wandb.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         # Before any sink has the record: a name that is not listed is a bug of ours, and ends the run at its first step.
         for name in metrics:
             metric(name)
-        for sink in self._sinks:
-            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
-                sink.write(step, metrics)
+        with self._failures.tolerated("JSONL metrics in", self._folder.path):
+            values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            append_line(self._folder.metrics, json.dumps({"step": step, **values}))
+        with self._failures.tolerated("tensorboard metrics in", self._folder.path):
+            for name, value in metrics.items() if self._tensorboard is not None else ():
+                self._tensorboard.add_scalar(name, value, step)
+        with self._failures.tolerated("wandb metrics in", self._folder.path):
+            if self._wandb is not None:
+                self._wandb.log({"step": step, **metrics})
 
     def close(self) -> None:
-        for sink in self._sinks:
-            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
-                sink.close()
-
-
-class Sink(Protocol):
-    """A place where metrics go; it takes one flat record per step."""
-
-    name: str
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink:
-    """A file with one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
-    JSON has no numbers for."""
-
-    name = "JSONL"
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        append_line(self._path, json.dumps({"step": step, **values}))
-
-    def close(self) -> None:
-        """Close: nothing is open between two lines."""
-
-
-class TensorBoardSink:
-    """Event files in the run folder: `tensorboard --logdir runs`."""
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A W&B run; WANDB_MODE=offline keeps everything in the run folder."""
-
-    name = "wandb"
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "tba"),
-            name=config.observe.label or config.run_name,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
-        )
-        # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
+        with self._failures.tolerated("tensorboard metrics in", self._folder.path):
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        with self._failures.tolerated("wandb metrics in", self._folder.path):
+            if self._wandb is not None:
+                self._wandb.finish()
 
 
 # Output that may vanish while a run goes on: `tba train ... | head -1`, a terminal that is closed, a log on a full disk.
@@ -308,27 +245,23 @@ class LastingStream:
         """Whether writing has failed."""
 
     def write(self, text: str) -> int:
-        if not self.gone:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError):
-                self._give_up()
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        if not self.gone:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._give_up()
+        self._try(self._stream.flush)
 
-    def _give_up(self) -> None:
-        """Send what is still buffered nowhere: Python would try to write it once more when it ends, and fail."""
-        self.gone = True
-        with suppress(OSError, ValueError):
-            descriptor, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+    def _try(self, call: Callable[..., Any], *arguments: str) -> None:
+        try:
+            if not self.gone:
+                call(*arguments)
+        except (OSError, ValueError):
+            self.gone = True
+            # What is still buffered goes nowhere: Python would try to write it once more when it ends, and fail.
+            with suppress(OSError, ValueError):
+                descriptor, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -13,114 +13,95 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from statistics import stdev
-from typing import Literal, cast
+from typing import NamedTuple
 
-Reduction = Literal["mean", "rms", "sum", "max", "last"]
 STANDARD_ERROR = "_standard_error"
 """Ending of the name of a standard error: an evaluation's `accuracy_standard_error` belongs to its `accuracy`."""
 COUNT = "num_"
 """Beginning of the name of a count: an evaluation's `num_prompts` says what its means are over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A metric that the program may write.
-
-    Metric(name="kl", unit="nats per response", reduction="mean", meaning="...")
-    """
+class Metric(NamedTuple):
+    """A metric that the program may write: Metric("kl", "mean", "nats per response", "Mean log_pi - log_ref ...")"""
 
     name: str
+    reduction: str
+    """How the parts of a step are put together: mean, rms, sum, max or last."""
     unit: str
+    """Its unit; - where it has none."""
     meaning: str
-    reduction: Reduction = "mean"
 
 
-def _table(text: str) -> tuple[Metric, ...]:
-    """One line for each metric, `name  reduction  unit  meaning`, two spaces apart: a unit of `-` is none, an indented line
-    goes on with the meaning before."""
-    rows = (re.split(r" {2,}", line, maxsplit=3) for line in re.sub(r"\n {5,}", " ", text).strip().split("\n    "))
-    return tuple(
-        Metric(name=name, reduction=cast(Reduction, how), unit="" if unit == "-" else unit, meaning=meaning)
-        for name, how, unit, meaning in rows
-    )
-
-
-METRICS = _table("""
-    loss                                 sum   reward             What is back-propagated; for TB (beta / 2) x tb/loss.
-    seconds                              last  seconds            Seconds of training, as train.max_seconds counts.
-    reward                               mean  reward             Mean combined reward of the responses that came since
-                                                                  the step before, as they were sampled.
-    batch/reward                         mean  reward             Mean combined reward of the trained responses.
-    rewards/*/mean                       mean  reward             Mean of one component, not-applicable values left out.
-    reward_std                           mean  reward             Standard deviation within a prompt, mean over prompts.
-    off_policy/drift_reward_correlation  mean  correlation        Rewards with the drift of log_pi since generation,
-                                                                  within prompts: the signal in recent updates.
-    frac_reward_zero_std                 mean  share              Share of prompts with one reward for all responses.
-    kl                                   mean  nats per response  Mean log_pi - log_ref of the trained responses.
-    entropy                              mean  nats per token     Entropy of the policy at the trained tokens.
-    target_temperature                   last  -                  tau of TB's target: all of it is divided by tau.
-    grad_norm                            last  reward             Norm of the gradient before clipping.
-    learning_rate                        last  -                  Learning rate of this step.
-    beta                                 last  reward per nat     Beta of this step.
-    completions/mean_length              mean  tokens             Mean length of the trained responses.
-    completions/clipped_ratio            mean  share              Share of responses cut off at the length limit.
-    tb/loss                              sum   nats^2             The mean squared residual: the paper's loss.
-    tb/log_z                             mean  nats               Mean estimate of log Z.
-    tb/log_z_std                         rms   nats               Root mean square residual.
-    tb/max_abs_residual                  max   nats               Largest |log Z estimate - prompt mean|.
-    tb/masked_fraction                   mean  share              Share of the gradient that the trust region masks.
-    tb/target_reached                    mean  share              Slope, within prompts, of beta x (log_pi - log_ref) on
-                                                                  the reward: 0 at the reference, 1 at the target.
-    tb/reward_spread                     mean  reward             Standard deviation of the rewards within prompts, of
-                                                                  those whose responses differ in it.
-    off_policy/drift                     mean  nats               Mean |log_pi now - log_pi when generated| of a late
-                                                                  response.
-    off_policy/drift_lag                 mean  steps              Mean lag of the responses that drift is measured on.
-    off_policy/signal                    last  correlation        Mean of off_policy/drift_reward_correlation over
-                                                                  recent batches; the learning rate follows it.
-    objective/*                          mean  -                  A number of the objective; its own file says which.
-    reference_version                    last  steps              Version of the weights that are the reference.
-    off_policy/lag_mean                  mean  steps              Trainer step - oldest version of the response.
-    off_policy/lag_max                   max   steps              Largest lag in the step.
-    off_policy/ess                       mean  share              Effective sample size of pi / pi_behaviour, over
-                                                                  responses.
-    off_policy/kl                        mean  nats per response  Policy that generated against the current one: mean
-                                                                  policy log-prob when generated - log_pi now.
-    off_policy/mismatch_kl               mean  nats per token     Searcher against trainer at one version: KL of the
-                                                                  engine's policy to the trainer's, on its responses.
-    off_policy/dropped                   sum   responses          Responses without weight in the step.
-    empty_step                           last  0 or 1             1 where no response had weight: no weight moved.
-    buffer/*                             last  -                  State of the replay buffer.
-    search/rollouts_in_flight            last  rollouts           Rollouts that a searcher has and whose group has not
-                                                                  arrived.
-    searchers/alive                      last  -                  Searchers that run.
-    searchers/replaced                   last  -                  Searchers that died or hung and were replaced.
-    trainer/restarts                     last  -                  Times that the trainer died and was resumed.
-    searcher/*/mismatch_kl               last  nats per token     One searcher against the trainer at the version
-                                                                  compared last: distance on the 64 canary tokens.
-    searcher/*/tool_calls                last  calls              Tool calls of one searcher's episodes so far.
-    searcher/*/tool_errors               last  calls              Those that could not be read, or gave an error.
-    searcher/*/*                         last  -                  State of one searcher, by its number.
-    search/*                             last  -                  All searchers together.
-    time/receive                         sum   seconds            Wall-clock time in which the trainer took in groups
-                                                                  since the step before: replay, durable replay, counts.
-    time/second_update                   sum   seconds            Wall-clock time of the second update on an earlier
-                                                                  batch (train.second_update_after).
-    time/wait_for_batch                  sum   seconds            Wall-clock time in which the trainer had nothing to
-                                                                  train on and no group to take in.
-    time/step                            sum   seconds            Wall-clock time from sampling the batch to the
-                                                                  published weights, without a second update in between.
-    time/*                               sum   seconds            Wall-clock time of a part of the step.
-    perf/*                               last  per second         Rate since the first step.
-    guard/alarm                          last  0 or 1             1 while an alarm of the collapse guard lasts.
-    guard/rollbacks                      last  -                  Times that the run went back to a checkpoint from
-                                                                  before a collapse.
-    guard/*                              mean  -                  A number the collapse guard watches, over all sampled
-                                                                  responses, with weight or not.
-    eval/*/*                             last  -                  A metric of an evaluation, on the prompts of
-                                                                  evaluate.split.
-""")
-"""The first line that fits a name counts."""
+_TABLE = """
+    loss | sum | reward | What is back-propagated; for TB (beta / 2) x tb/loss.
+    seconds | last | seconds | Seconds of training, as train.max_seconds counts.
+    reward | mean | reward | Mean combined reward of the responses that came since the step before, as they were sampled.
+    batch/reward | mean | reward | Mean combined reward of the trained responses.
+    rewards/*/mean | mean | reward | Mean of one component, not-applicable values left out.
+    reward_std | mean | reward | Standard deviation within a prompt, mean over prompts.
+    off_policy/drift_reward_correlation | mean | correlation | Rewards with the drift of log_pi since generation, within
+        prompts: the signal in recent updates.
+    frac_reward_zero_std | mean | share | Share of prompts with one reward for all responses.
+    kl | mean | nats per response | Mean log_pi - log_ref of the trained responses.
+    entropy | mean | nats per token | Entropy of the policy at the trained tokens.
+    target_temperature | last | - | tau of TB's target: all of it is divided by tau.
+    grad_norm | last | reward | Norm of the gradient before clipping.
+    learning_rate | last | - | Learning rate of this step.
+    beta | last | reward per nat | Beta of this step.
+    completions/mean_length | mean | tokens | Mean length of the trained responses.
+    completions/clipped_ratio | mean | share | Share of responses cut off at the length limit.
+    tb/loss | sum | nats^2 | The mean squared residual: the paper's loss.
+    tb/log_z | mean | nats | Mean estimate of log Z.
+    tb/log_z_std | rms | nats | Root mean square residual.
+    tb/max_abs_residual | max | nats | Largest |log Z estimate - prompt mean|.
+    tb/masked_fraction | mean | share | Share of the gradient that the trust region masks.
+    tb/target_reached | mean | share | Slope, within prompts, of beta x (log_pi - log_ref) on the reward: 0 at the
+        reference, 1 at the target.
+    tb/reward_spread | mean | reward | Standard deviation of the rewards within prompts, of those whose responses differ
+        in it.
+    off_policy/drift | mean | nats | Mean |log_pi now - log_pi when generated| of a late response.
+    off_policy/drift_lag | mean | steps | Mean lag of the responses that drift is measured on.
+    off_policy/signal | last | correlation | Mean of off_policy/drift_reward_correlation over recent batches; the learning
+        rate follows it.
+    objective/* | mean | - | A number of the objective; its own file says which.
+    reference_version | last | steps | Version of the weights that are the reference.
+    off_policy/lag_mean | mean | steps | Trainer step - oldest version of the response.
+    off_policy/lag_max | max | steps | Largest lag in the step.
+    off_policy/ess | mean | share | Effective sample size of pi / pi_behaviour, over responses.
+    off_policy/kl | mean | nats per response | Policy that generated against the current one: mean policy log-prob when
+        generated - log_pi now.
+    off_policy/mismatch_kl | mean | nats per token | Searcher against trainer at one version: KL of the engine's policy to
+        the trainer's, on its responses.
+    off_policy/dropped | sum | responses | Responses without weight in the step.
+    empty_step | last | 0 or 1 | 1 where no response had weight: no weight moved.
+    buffer/* | last | - | State of the replay buffer.
+    search/rollouts_in_flight | last | rollouts | Rollouts that a searcher has and whose group has not arrived.
+    searchers/alive | last | - | Searchers that run.
+    searchers/replaced | last | - | Searchers that died or hung and were replaced.
+    trainer/restarts | last | - | Times that the trainer died and was resumed.
+    searcher/*/mismatch_kl | last | nats per token | One searcher against the trainer at the version compared last:
+        distance on the 64 canary tokens.
+    searcher/*/tool_calls | last | calls | Tool calls of one searcher's episodes so far.
+    searcher/*/tool_errors | last | calls | Those that could not be read, or gave an error.
+    searcher/*/* | last | - | State of one searcher, by its number.
+    search/* | last | - | All searchers together.
+    time/receive | sum | seconds | Wall-clock time in which the trainer took in groups since the step before: replay,
+        durable replay, counts.
+    time/second_update | sum | seconds | Wall-clock time of the second update on an earlier batch
+        (train.second_update_after).
+    time/wait_for_batch | sum | seconds | Wall-clock time in which the trainer had nothing to train on and no group to
+        take in.
+    time/step | sum | seconds | Wall-clock time from sampling the batch to the published weights, without a second update
+        in between.
+    time/* | sum | seconds | Wall-clock time of a part of the step.
+    perf/* | last | per second | Rate since the first step.
+    guard/alarm | last | 0 or 1 | 1 while an alarm of the collapse guard lasts.
+    guard/rollbacks | last | - | Times that the run went back to a checkpoint from before a collapse.
+    guard/* | mean | - | A number the collapse guard watches, over all sampled responses, with weight or not.
+    eval/*/* | last | - | A metric of an evaluation, on the prompts of evaluate.split.
+"""
+METRICS = [Metric(*row.split(" | ")) for row in re.sub(r"\n {5,}", " ", _TABLE).strip().split("\n    ")]
+"""One for each line of the table; an indented line goes on with the one before. The first that fits a name counts."""
 RENAMED = {
     "off_policy/agreement": "off_policy/drift_reward_correlation",
     "tb/held_back": "tb/masked_fraction",
@@ -139,13 +120,10 @@ def mean_metrics(values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     one prompt): mean_metrics({"accuracy": [1, 0]}) == {"accuracy": 0.5, "accuracy_standard_error": 0.5}"""
     found: dict[str, float] = {}
     for name, own in values.items():
-        numbers = [float(value) for value in own]
-        if not numbers:
-            continue  # nothing was measured, which is not 0
-        found[name] = sum(numbers) / len(numbers)
-        error = standard_error(numbers)
-        if error is not None:
-            found[name + STANDARD_ERROR] = error
+        if numbers := [float(value) for value in own]:  # otherwise nothing was measured, which is not 0
+            found[name] = sum(numbers) / len(numbers)
+            if (error := standard_error(numbers)) is not None:
+                found[name + STANDARD_ERROR] = error
     return found
 
 
@@ -214,20 +192,6 @@ def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[s
     names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
     return {
         name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names
-    }
-
-
-def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as those of one: sums over a step become their mean, the rest follows each metric's
-    rule. A step in which one is NaN, such as a reward that was not applicable to any response, says nothing about it."""
-    names = dict.fromkeys(name for metrics in steps for name in metrics)
-    known = {name: [own[name] for own in steps if name in own and not math.isnan(own[name])] for name in names}
-    found = {name: values or [math.nan] for name, values in known.items()}
-    return {
-        name: sum(values) / len(values)
-        if metric(name).reduction == "sum"
-        else _reduce(name, [(v, 1.0) for v in values])
-        for name, values in found.items()
     }
 
 

@@ -9,14 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_message
-from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, make_sinks, one_line, write_json
-from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
+from tba.observe.files import RunOutcome, Sinks, WriteFailures, append_line, keep_lines, one_line, write_json
+from tba.observe.metrics import STANDARD_ERROR, Evaluation, moving_metric
 from tba.observe.run_folder import RunFolder
 from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
@@ -26,21 +26,16 @@ logger = logging.getLogger("tba")
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    *("_unlogged", "_lost", "_signal", "_beta", "_warned_of_pace"),
+    *("_lost", "_signal", "_beta", "_warned_of_pace"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 KEPT_TIMES = 10_000
 """Number of steps whose time is remembered."""
 SAMPLES_EVERY = 20
 """Steps between two entries of samples.jsonl."""
-PACE_STEP = 4
-"""Step at which a run that is far from done reports how long it will take."""
-FAR_SECONDS = 600.0
-"""Time left from which on it is far from done."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PastLine:
+class PastLine(NamedTuple):
     """A line of metrics.jsonl from before a run was resumed, with what a listener heard of it then.
 
     PastLine(step=20, metrics={"loss": 0.1, "reward": 0.5}, is_evaluation=False)
@@ -92,11 +87,11 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     """The lines of metrics.jsonl, but for a last one that a killed process left unfinished: null in there is NaN again."""
     if not folder.metrics.is_file():
         return []
-    found = []
+    found, prefix = [], f"eval/{config.task.label}/"
     # Behind the last line feed there is nothing, or half a line.
     for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            record, prefix = json.loads(text), _evaluated_as(config)
+            record = json.loads(text)
         except ValueError:
             raise ValueError(
                 f"{folder.metrics} line {number} is damaged, it is no JSON: remove the line, or move the file away."
@@ -108,31 +103,24 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     return found
 
 
-def _evaluated_as(config: Config) -> str:
-    """Beginning of the names of an evaluation's metrics."""
-    return f"eval/{config.task.label}/"
-
-
 @dataclass
 class TrainingClock:
     """Seconds of training. It starts when the first response may be generated, stands still while a run in one process
     evaluates, and never goes back."""
 
-    now: Callable[[], float] = time.perf_counter
-    """The time of this process; a test gives its own."""
-    _before: float = field(default=0.0, init=False)
+    _before: float = 0.0
     """Seconds before it was started last."""
-    _since: float | None = field(default=None, init=False)
+    _since: float | None = None
     """Time at which it was started; None = it stands still."""
 
     @property
     def seconds(self) -> float:
-        return self._before + (0.0 if self._since is None else self.now() - self._since)
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def start(self) -> None:
         """Run from now on; one that runs goes on."""
         if self._since is None:
-            self._since = self.now()
+            self._since = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,24 +151,16 @@ class SampleLog:
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self.reward(trajectory) for trajectory in group.trajectories]
+        responses = []
         # A set, since with equal rewards the best and the worst are one response.
-        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
-        record = {
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "version": group.version,
-            "prompt": group.prompt.text,
-            "responses": [
-                {
-                    "text": texts[i],
-                    "reward": _null_for_nan(rewards[i]),
-                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
-                    "tokens": len(group.trajectories[i].completion.token_ids),
-                    "finish": group.trajectories[i].completion.finish,
-                }
-                for i in chosen
-            ],
-        }
+        for i in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
+            completion, own = group.trajectories[i].completion, group.trajectories[i].rewards
+            known = {name: None if math.isnan(value) else value for name, value in own.items()}
+            reward = {"reward": None if math.isnan(rewards[i]) else rewards[i], "rewards": known}
+            length = {"tokens": len(completion.token_ids), "finish": completion.finish}
+            responses.append({"text": texts[i], **reward, **length})
+        of_group = {"prompt_id": group.prompt.id, "version": group.version, "prompt": group.prompt.text}
+        record = {"step": step, **of_group, "responses": responses}
         append_line(self.path, json.dumps(record, ensure_ascii=False))
 
     def reward(self, trajectory: Trajectory) -> float:
@@ -206,29 +186,24 @@ class Recorder:
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         listener: RunListener | None = None,
         report_height: Callable[[int], None] = lambda lines: None,
-        clock: TrainingClock | None = None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
-        self.config = config
-        self.folder = folder
-        self._counts = counts
-        self._decode = decode
-        self._more_metrics = more_metrics
+        self.config, self.folder = config, folder
+        self._counts, self._decode, self._more_metrics = counts, decode, more_metrics
         self._listener = listener or RunListener()
         self.failures = WriteFailures()
         """Writes that failed; the run continues without them."""
-        self._sinks = make_sinks(config, folder, self.failures)
-        self._samples = SampleLog(
-            path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
-        )
+        self._sinks = Sinks(config, folder, self.failures)
+        cut_off = config.train.cut_off_reward
+        self._samples = SampleLog(path=folder.samples, reward_weights=reward_weights, cut_off_reward=cut_off)
         self._closed = False
         self._last_sample: int | None = None
         self.began = time.perf_counter()
         """Time at which this process began the run."""
         self._elapsed_before = 0.0
         """Seconds of the processes that this one resumes, with loading and evaluations."""
-        self.clock = TrainingClock() if clock is None else clock
+        self.clock = TrainingClock()
         self.seconds = 0.0
         """Seconds of training until the last step was done, as train.max_seconds counts them."""
         self.progress = 0.0
@@ -238,15 +213,10 @@ class Recorder:
         self._seconds_at: dict[int, float] = {0: 0.0}
         """Time at which each of the last steps was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
-        self._stability = Stability()
-        self._mismatch = MismatchWatch()
-        self._lost = LostResponses()
-        self._signal = RewardSignal()
+        self._stability, self._mismatch, self._beta = Stability(), MismatchWatch(), BetaWatch()
+        self._lost, self._signal = LostResponses(), RewardSignal()
         self._warned_of_pace = False
-        self._beta = BetaWatch()
         self._num_lines, self._num_samples = 0, 0
-        self._unlogged: list[Mapping[str, float]] = []
-        """Metrics of the steps since the last line, which will be their mean."""
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
@@ -260,10 +230,6 @@ class Recorder:
         self.rollbacks: list[Mapping[str, Any]] = []
         """The alarms after which the run went back, each with the step that it went back `to`."""
         self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), report_height)
-
-    def training_starts(self) -> None:
-        """Start the training clock, unless it runs."""
-        self.clock.start()
 
     def step_done(self, step: int) -> None:
         """The weights of this step are there: from now on, until the next are, the run is as far as it is at this moment."""
@@ -294,7 +260,6 @@ class Recorder:
         return int(10 * self.progress) > int(10 * self._progress_before)
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether the weights of this step, the last, are to be evaluated."""
         return self.config.evaluation_due(step, progress=self.progress, before=self._progress_before)
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
@@ -303,8 +268,7 @@ class Recorder:
             rewards = [self._samples.reward(trajectory) for trajectory in group.trajectories]
             self._signal.count(group, rewards, lambda: self._decode(group))
             self._progress.no_signal = self._signal.warning
-        due = bool(group.trajectories) and (self._last_sample is None or step - self._last_sample >= SAMPLES_EVERY)
-        if due:
+        if group.trajectories and (self._last_sample is None or step - self._last_sample >= SAMPLES_EVERY):
             self._last_sample = step
             with self.failures.tolerated("samples in", self.folder.samples):
                 self._samples.write(step, group, self._decode(group))
@@ -317,8 +281,7 @@ class Recorder:
         self.steps = step
         self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
-        note = self._beta.step(step, metrics)
-        if note is not None:
+        if (note := self._beta.step(step, metrics)) is not None:
             self.note(note)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
@@ -326,36 +289,20 @@ class Recorder:
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
-        # A line is the mean of the steps since the last one, so that no step is left out of a long run's file.
-        self._unlogged.append(metrics)
-        if step % thinning(step) == 0 or self.progress >= 1.0:
-            self._log(step)
+        self._write(step, metrics)
+        self._listener.logged(step, metrics)
         self._progress.step(step, metrics)
-        self._report_pace()
-
-    def _log(self, step: int) -> None:
-        """Write a line of the steps since the one before."""
-        unlogged, self._unlogged = self._unlogged, []
-        if unlogged:
-            line = unlogged[0] if len(unlogged) == 1 else mean_over_steps(unlogged)
-            self._write(step, line)
-            self._listener.logged(step, line)
+        # Once, early: how long a run will take that is far from done.
+        if not self._warned_of_pace and step >= 4 and (left := self.seconds_left) is not None and self.pace is not None:
+            self._warned_of_pace = True
+            if left > 600.0:
+                waited, steps = self._stability.summary().get("waited", 0.0), step + round(left / max(self.pace, 1e-9))
+                self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
     def time_is_over(self) -> None:
         """The last step ends the run: its seconds ran out while the trainer waited."""
         self.step_done(self.steps)
         self._read_clock(self.steps)
-        self._log(self.steps)
-
-    def _report_pace(self) -> None:
-        """Say once, early, how long a run will take that is far from done."""
-        left, pace = self.seconds_left, self.pace
-        if self._warned_of_pace or self.steps < PACE_STEP or left is None or pace is None:
-            return
-        self._warned_of_pace = True
-        if left > FAR_SECONDS:
-            waited, steps = self._stability.summary().get("waited", 0.0), self.steps + round(left / max(pace, 1e-9))
-            self.note(pace_message(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
     def note(self, message: str) -> None:
         """A line that stays on the screen."""
@@ -373,7 +320,7 @@ class Recorder:
 
     def _add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        values = {f"{_evaluated_as(self.config)}{name}": value for name, value in metrics.items()}
+        values = {f"eval/{self.config.task.label}/{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
 
     def saved(self, step: int, wait: Callable[[], None]) -> None:
@@ -473,8 +420,8 @@ class Recorder:
             "start": dict(first.values),
             "final": dict(last.values),
             "final_step": self.evaluations[-1][0] if self.evaluations else None,
+            # Empty steps have no lag and have added nothing to the sum.
             "lag": {
-                # Empty steps have no lag and have added nothing to the sum.
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
             },
@@ -501,7 +448,6 @@ class Recorder:
         return Curve(name, [(step, metrics[name]) for step, metrics in found], errors)
 
     def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
-        """Write summary.json, close everything and return the summary."""
         # The summary first: closing may hang on a logger's network, and a run without a summary has not ended.
         summary = self.write_summary(outcome, error)
         self.close()
@@ -521,13 +467,3 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
-
-
-def thinning(step: int) -> int:
-    """Number of steps to a line of metrics.jsonl, so that long runs do not fill the disk: 1 below step 10,000, 10 below
-    100,000, then 100."""
-    return 10 ** max(0, len(str(step)) - 4)
-
-
-def _null_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

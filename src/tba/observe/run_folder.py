@@ -31,8 +31,6 @@ logger = logging.getLogger("tba")
 CLAIM = ".claim.json"
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last: a folder without it is not whole."""
-SOURCES = "sources"
-"""Folder with a copy of the user's Python files."""
 SAVED = ".saved-model.json"
 """File with the names of those that `save_model`, `save_metrics` and `save_state` of TBATrainer have written into the run
 folder itself."""
@@ -53,25 +51,19 @@ FOLDERS = {
     "logs": r".+\.log",
     "tensorboard": r".+",
     "wandb": r".+",
-    SOURCES: r"\d+|origins\.json",
+    "sources": r"\d+|origins\.json",  # copies of the user's Python files
 }
 """Folders that a run writes, with the names of what lies in them."""
 LINK = r"checkpoint-\d+"
 """TBATrainer's link to a checkpoint, by the name that TRL gives it."""
 EARLIER = r"earlier-(\d+)"
 """Folder in a run folder with an earlier run; it is never removed."""
-MOST_NAMED = 3
-TAIL_BYTES = 65_536
-"""Bytes read from the end of metrics.jsonl, enough for its last lines."""
-PROBE_BYTES = 2**20
-"""Bytes that must fit into the output folder before a run starts."""
 
 
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
-    it has moved aside.
-    """
+    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs
+    that it has moved aside."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +73,7 @@ class RunFolder:
         self.replay = path / "replay.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.sources = path / SOURCES
+        self.sources = path / "sources"
         self.status = path / "status.json"
         self.control = path / "control.json"
         self.summary = path / "summary.json"
@@ -110,7 +102,7 @@ class RunFolder:
         existing = existing or path
         try:
             with tempfile.TemporaryFile(dir=existing) as probe:
-                probe.write(bytes(PROBE_BYTES))
+                probe.write(bytes(2**20))  # so much must fit into the output folder before a run starts
                 probe.flush()
         except OSError as error:
             raise ValueError(
@@ -178,8 +170,8 @@ class RunFolder:
         """The last line of metrics.jsonl that is of an optimizer step; {"step": 0} where there is none."""
         try:
             with self.metrics.open("rb") as file:
-                # From the end: the file of a long run is large, and `tba status` wants its last line.
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                # The last 64 KiB: the file of a long run is large, and `tba status` wants its last line.
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
                 lines = file.read().decode("utf-8", errors="replace").splitlines()
         except OSError:
             return {"step": 0}
@@ -261,13 +253,17 @@ class Claim:
                 # The lock is that of this trainer's own supervisor, which has given it its Holder.
                 if found is not None and found == holder:
                     return cls(path, None)
-                raise _in_use(folder, found) from None
+                host, who = socket.gethostname(), "another process"
+                if found is not None:
+                    where = f"this host ({host})" if found.host == host else f"host {found.host}"
+                    who = f"process {found.pid} on {where}"
+                raise FolderInUse(
+                    f"run folder {folder} is in use by {who}: choose another name (name=...), or end that run (tba stop "
+                    f"{folder})."
+                ) from None
             except OSError as error:
-                logger.warning(
-                    "%s: the file system has no locks (%s), so nothing keeps a second run out of this folder.",
-                    folder,
-                    error,
-                )
+                message = "%s: the file system has no locks (%s), so nothing keeps a second run out of this folder."
+                logger.warning(message, folder, error)
             if _is_at(path, descriptor):
                 break
             os.close(descriptor)  # released between the two calls: the file is no longer the one in the folder
@@ -307,17 +303,6 @@ def holder_of(folder: Path) -> Holder | None:
         return Holder(**json.loads((folder / CLAIM).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _in_use(folder: Path, holder: Holder | None) -> FolderInUse:
-    host = socket.gethostname()
-    if holder is None:
-        who = "another process"
-    else:
-        who = f"process {holder.pid} on " + (f"this host ({host})" if holder.host == host else f"host {holder.host}")
-    return FolderInUse(
-        f"run folder {folder} is in use by {who}: choose another name (name=...), or end that run (tba stop {folder})."
-    )
 
 
 def _warn_of_another_host(folder: Path) -> None:
@@ -378,14 +363,18 @@ def is_begun(run: Path) -> bool:
 
 
 def foreign(run: Path) -> list[str]:
-    """Entries of a run folder that no run has written, by their path in it. Of a link only the link is looked at."""
+    """Entries of a run folder that no run has written, by their path in it. Of a link only the link is looked at, and of a
+    checkpoint the files that its manifest lists are the run's."""
     found: list[Path] = []
     for entry in _entries(run):
         if not _is_own(entry):
             found.append(entry)
         elif entry.is_dir() and not entry.is_symlink():
             found += [own for own in entry.iterdir() if not re.fullmatch(FOLDERS[entry.name], own.name)]
-            found += [file for manifest in entry.glob(f"*/{MANIFEST}") for file in _not_listed(manifest)]
+            for manifest in entry.glob(f"*/{MANIFEST}"):
+                with suppress(OSError, ValueError, KeyError, TypeError):  # half a manifest says nothing
+                    listed = {MANIFEST, CARD, *json.loads(manifest.read_text(encoding="utf-8"))["files"]}
+                    found += [file for file in manifest.parent.iterdir() if file.name not in listed]
     return [str(path.relative_to(run)) for path in found]
 
 
@@ -396,15 +385,6 @@ def _is_own(entry: Path) -> bool:
     if entry.is_symlink() and (entry.name in FOLDERS or re.fullmatch(LINK, entry.name)):
         return True
     return any(re.fullmatch(name, entry.name) for name in FILES)
-
-
-def _not_listed(manifest: Path) -> list[Path]:
-    """Files beside the manifest of a checkpoint that it does not list; half a manifest says nothing."""
-    try:
-        written = {MANIFEST, CARD, *json.loads(manifest.read_text(encoding="utf-8"))["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [file for file in manifest.parent.iterdir() if file.name not in written]
 
 
 def saved_names(run: Path) -> set[str]:
@@ -419,7 +399,7 @@ def refuse_foreign(run: Path) -> None:
     """Refuse to replace a folder that holds more than a run."""
     found = foreign(run)
     if found:
-        names = ", ".join(sorted(found)[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        names = ", ".join(sorted(found)[:3]) + (", ..." if len(found) > 3 else "")
         raise FileExistsError(
             f"{run} holds what no run wrote ({names}) and is not replaced: move that elsewhere, or choose another name "
             "(name=...)."

@@ -14,8 +14,6 @@ if TYPE_CHECKING:  # the supervisor imports this without torch
 
 logger = logging.getLogger("tba")
 
-MISMATCH = "mismatch_kl"
-"""Last part of the names of the metrics that are watched."""
 FIRST = 5
 """Measurements whose largest is the yardstick, of the canaries of all searchers and of the responses."""
 MULTIPLE = 10.0
@@ -47,8 +45,6 @@ SAMPLES = 2
 """Responses that are kept to be shown."""
 LONGEST_SAMPLE = 200
 """Characters of a prompt and a response that are shown."""
-LONGEST_MESSAGE = 500
-"""Characters of a reason that are kept."""
 
 
 @dataclass
@@ -67,37 +63,30 @@ class MismatchWatch:
     """The first measurements, by what they are of."""
     _last: dict[str, float] = field(default_factory=dict)
     """The newest measurement, by metric: one that stays for several steps counts once."""
-    _high: list[str] = field(default_factory=list)
-    """Metrics that are beyond their limit, each as often as it was in a row, up to the warning."""
+    _in_a_row: dict[str, int] = field(default_factory=dict)
+    """Number of measurements beyond the limit, one after the other, by metric."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        watched = {name: value for name, value in metrics.items() if name.endswith(f"/{MISMATCH}")}
-        for name, value in watched.items():
-            if not math.isnan(value) and value != self._last.get(name):
-                self._last[name] = value
-                self._judge(step, name, value)
-
-    def _judge(self, step: int, name: str, value: float) -> None:
-        measure = "canary" if name.startswith("searcher/") else "responses"
-        first = self._first.setdefault(measure, [])
-        if len(first) < FIRST:
-            first.append(value)
-            return
-        # The largest of the first few: one small gap by chance would make every later one look large.
-        yardstick = max(first)
-        limit = max(MULTIPLE * yardstick, LEAST_LIMITS[measure])
-        in_a_row = self._high.count(name)
-        if value <= limit:
-            self._high = [other for other in self._high if other != name]
-        elif in_a_row < LASTING[measure]:
-            self._high.append(name)
-        if value > limit and in_a_row + 1 == LASTING[measure]:
-            logger.warning(
-                "step %d: %s is %.3g nats per token, at the first versions it was at most %.3g, the limit is %.3g (%g times "
-                "that, at least %g): searchers no longer compute what the trainer computes. Compare with a run of "
-                "generate.engine=transformers or model.dtype=float32.",
-                *(step, name, value, yardstick, limit, MULTIPLE, LEAST_LIMITS[measure]),
-            )
+        for name, value in metrics.items():
+            if not name.endswith("/mismatch_kl") or math.isnan(value) or value == self._last.get(name):
+                continue
+            self._last[name] = value
+            measure = "canary" if name.startswith("searcher/") else "responses"
+            first = self._first.setdefault(measure, [])
+            if len(first) < FIRST:
+                first.append(value)
+                continue
+            # The largest of the first few: one small gap by chance would make every later one look large.
+            yardstick = max(first)
+            limit = max(MULTIPLE * yardstick, LEAST_LIMITS[measure])
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if value > limit else 0
+            if self._in_a_row[name] == LASTING[measure]:
+                logger.warning(
+                    "step %d: %s is %.3g nats per token, at the first versions it was at most %.3g, the limit is %.3g (%g "
+                    "times that, at least %g): searchers no longer compute what the trainer computes. Compare with a run of "
+                    "generate.engine=transformers or model.dtype=float32.",
+                    *(step, name, value, yardstick, limit, MULTIPLE, LEAST_LIMITS[measure]),
+                )
 
 
 @dataclass
@@ -114,9 +103,8 @@ class BetaWatch:
     _reached: list[tuple[float, float]] = field(default_factory=list)
     """Shares reached in the last batches, with the spread of their rewards."""
     _beta: float = 0.0
-    """The last one."""
     _spread: float = 0.0
-    """The last one."""
+    """The last ones."""
     _warned_near: bool = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -129,7 +117,7 @@ class BetaWatch:
         if len(self._spreads) < FIRST_SPREADS:
             self._spreads.append(self._spread)
             if len(self._spreads) == FIRST_SPREADS:
-                line = self._start_line()
+                line = self._first_line(sum(self._spreads) / FIRST_SPREADS)
         self._reached = [*self._reached, (metrics[REACHED], spread)][-RECENT:]
         # Only over full windows: the share of a few batches is noise.
         if len(self._reached) == RECENT and self.is_near and not self._warned_near:
@@ -168,8 +156,7 @@ class BetaWatch:
             "message": self.message if self.is_near and len(self._reached) == RECENT else None,
         }
 
-    def _start_line(self) -> str | None:
-        spread = sum(self._spreads) / len(self._spreads)
+    def _first_line(self, spread: float) -> str | None:
         nats = spread / self._beta
         message = (
             f"rewards of one prompt lie {spread:.2g} apart (standard deviation), which is {nats:.2g} times "
@@ -270,7 +257,7 @@ class LostResponses:
         if not lost:
             return
         self.lost += lost
-        self.last = why[:LONGEST_MESSAGE] or self.last
+        self.last = why[:500] or self.last
         # At 1, 10, 100, ...: a reward that fails in every group may lose thousands at a time.
         if self.lost >= self._warned_at:
             while self._warned_at <= self.lost:

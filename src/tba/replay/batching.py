@@ -1,5 +1,5 @@
-"""Between the types that others see and what is stored: a TrajectoryGroup becomes the responses of a prompt's entry, and
-chosen responses become the Batch that is trained on.
+"""A TrajectoryGroup becomes the responses of a prompt's entry, and chosen responses become the Batch that is trained
+on.
 
 Axis letters: P prompts, K places per prompt, R responses of a group, C reward components, N tokens of responses end to end.
 """
@@ -23,8 +23,8 @@ NUM_FLOATS = 3
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Largest absolute value of a score: an infinite one would make the softmax of its prompt NaN."""
 LOG_IMPORTANCE = (-12.0, 0.5)
-"""Range that the log of reference / behaviour probability is clipped to. A response that the policy hardly ever says must
-not be drawn again and again; one that it says too often is still drawn now and then."""
+"""Range that the log of reference / behaviour probability is clipped to: a response that the policy hardly ever says must
+not be drawn again and again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,14 +39,11 @@ class PackedGroup:
     """One array per fact: `version`, `truncated` and `rewards` [R, C]; `log_importance`, the clipped log of reference /
     behaviour probability (0 where that is unknown); `has_lag`, whether the policy of some version generated the response."""
     reference_version: int
-    """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
-        """Number of responses."""
         return len(self.ids)
 
     def take(self, responses: Sequence[int]) -> PackedGroup:
-        """Some of the responses, in the order given."""
         if len(responses) == len(self):
             return self
         return PackedGroup(
@@ -58,10 +55,14 @@ class PackedGroup:
 
 
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
-    """Check a group, which holds at least one trajectory, and pack it. `step_values` says whether the Monte-Carlo values of
-    its responses are kept."""
+    """Check a group, which holds at least one trajectory, and pack it. `step_values`: whether those are kept."""
     columns = columns_of(group)
-    _check(columns, group.id, reward_names)
+    if not columns.lengths.all():
+        sample = columns.sample_indices[int(columns.lengths.argmin())]
+        raise ValueError(f"group {group.id}: sample {sample} has no tokens; a response ends with EOS.")
+    unknown = set().union(*set(columns.reward_names)) - set(reward_names)
+    if unknown:
+        raise ValueError(f"group {group.id} has rewards {sorted(unknown)}; the buffer knows {sorted(reward_names)}.")
     reference_versions = set(columns.reference_versions)
     if len(reference_versions) > 1:
         raise ValueError(
@@ -70,7 +71,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
     per_token = [columns.log_ref, columns.behaviour, columns.policy]
     if step_values:
         per_token.append(_step_values(columns, group.id))
-    # One sum for each response. None is empty (`_check`): reduceat would give an empty one its neighbour's first token.
+    # One sum for each response. None is empty, as was checked: reduceat would give an empty one its neighbour's first token.
     log_importance = np.add.reduceat(columns.log_ref.astype(np.float64) - columns.behaviour, columns.starts)
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
@@ -92,20 +93,10 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
 
 
 def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
-    """The memory of each response, in proportion to its number of tokens: bytes objects, which Python's allocator takes back
-    one by one."""
+    """The memory of each response, by its number of tokens, as bytes objects, which Python's allocator takes back."""
     # 4 bytes a token of ids, 12 or 16 of floats.
     width = len(memory) // max(1, int(lengths.sum()))
     return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
-
-
-def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
-    if not columns.lengths.all():
-        sample = columns.sample_indices[int(columns.lengths.argmin())]
-        raise ValueError(f"group {group_id}: sample {sample} has no tokens; a response ends with EOS.")
-    unknown = set().union(*set(columns.reward_names)) - set(reward_names)
-    if unknown:
-        raise ValueError(f"group {group_id} has rewards {sorted(unknown)}; the buffer knows {sorted(reward_names)}.")
 
 
 def _step_values(columns: ResponseColumns, group_id: str) -> np.ndarray:
@@ -136,8 +127,8 @@ def unpack_ids(ids: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequence[str]) -> Batch:
-    """Tensors of the chosen responses, at least one and at most K of each prompt. Places beyond a prompt's responses repeat
-    its first one with weight 0, which costs nothing: equal responses are computed once."""
+    """At least one and at most K responses of each prompt. Places beyond them repeat the first one with weight 0, which
+    costs nothing: equal responses are computed once."""
     K = samples_per_prompt
     real_PK = np.arange(K) < np.array([len(positions) for _, positions in chosen])[:, None]
     padded = [(entry, np.concatenate([own, np.repeat(own[:1], K - len(own))])) for entry, own in chosen]
@@ -153,9 +144,10 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
     joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])
     floats = np.frombuffer(joined, np.float32).reshape(len(ids_N), -1)
     rewards_PKC = column("rewards")
+    prompts = [entry.prompt_tokens for entry, _ in chosen]
     return Batch(
         prompt_ids=tuple(entry.prompt_id for entry, _ in chosen),
-        prompt_tokens=_prompt_tokens([entry.prompt_tokens for entry, _ in chosen]),
+        prompt_tokens=torch.split(_tensor(np.concatenate(prompts), np.int64), [len(prompt) for prompt in prompts]),
         token_ids_N=torch.from_numpy(ids_N),
         offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
         loss_mask_N=torch.from_numpy(loss_mask_N),
@@ -176,11 +168,6 @@ def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequenc
             tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
         ),
     )
-
-
-def _prompt_tokens(prompts: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-    """Views of one tensor: one conversion instead of P."""
-    return torch.split(_tensor(np.concatenate(prompts), np.int64), [len(prompt) for prompt in prompts])
 
 
 def _tensor(values: np.ndarray, dtype: type) -> Tensor:

@@ -1,8 +1,5 @@
-"""The replay buffer: add groups as they arrive, sample P prompts x K responses in the order of their arrival (the default)
-or by the paper's mixed rule.
-
-Read in this order: this file; draw.py (one prompt's responses, and the rules by which a batch is chosen); batching.py
-(what is stored of a group, and how a batch is made of it).
+"""The replay buffer. Read in this order: this file; draw.py (one prompt's responses, and the rules by which a batch is
+chosen); batching.py (what is stored of a group, and how a batch is made of it).
 
 An arrival number counts responses in the order in which they were stored, and names a response for good.
 """
@@ -17,7 +14,7 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
-from tba.replay.draw import BufferedGroup, GroupQueue, MixedRule, PromptDraws, PromptEntry
+from tba.replay.draw import BufferedGroup, GroupQueue, PromptDraws, PromptEntry, mixed_choice
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
@@ -50,10 +47,10 @@ class ReplayBuffer:
         uses_per_group: int | None = None,
         max_waiting_groups: int | None = None,
     ) -> None:
-        """`reward_names` are the reward components to store; `reward_weights` combine them into the score that the softmax
-        draws by. `step_values` says whether Monte-Carlo values of step prefixes are stored too. `truncated_reward` replaces
-        the score of cut-off responses, None = they keep their own. `uses_per_group` is the number of draws after which a
-        group leaves the queue, None = there is no queue, and `max_waiting_groups` bounds it."""
+        """`reward_weights` combine the reward components into the score that the softmax draws by. `step_values`:
+        whether Monte-Carlo values of step prefixes are stored. `truncated_reward` replaces the score of cut-off
+        responses, None = they keep their own. `uses_per_group` is the number of draws after which a group leaves the
+        queue, None = there is no queue, and `max_waiting_groups` bounds it."""
         self.config = config
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -63,11 +60,8 @@ class ReplayBuffer:
         self._step_values = step_values
         self._truncated_reward = truncated_reward
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
-        self._mixed = MixedRule(1.0 if config.on_policy_probability is None else config.on_policy_probability)
         self._queue = None if uses_per_group is None else GroupQueue(uses_per_group, max_waiting=max_waiting_groups)
-        """Groups in the order of their arrival."""
         self._entries: dict[int, PromptEntry] = {}
-        """Entries by index; each has at least one response."""
         self._entry_of: dict[tuple[str, int], PromptEntry] = {}
         """The same entries by prompt id and reference version."""
         self._groups: deque[BufferedGroup] = deque()
@@ -88,25 +82,18 @@ class ReplayBuffer:
         """Step - version of each response of the last sample."""
 
     def __len__(self) -> int:
-        """Number of stored responses."""
         return self._num_responses
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts with a stored response."""
         # Under two references at a time a prompt has two entries.
         if len(self._draws) <= 1:
             return len(self._entries)
         return len({prompt_id for prompt_id, _ in self._entry_of})
 
-    def has_received(self, group_id: str) -> bool:
-        """Whether a group of this id came before, also where none of its responses is stored."""
-        return self.marks.passed(GroupId.parse(group_id))
-
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
-        """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
-        that came before is ignored. Responses of a version after that step, which a trainer that died had published, count
-        as of the step: their weights are gone, and no lag is negative."""
+        """Store a group; returns the number of its responses that were stored. A group id that came before is ignored.
+        Responses of a version after that step, which a trainer that died had published, count as of the step."""
         group_id = GroupId.parse(group.id)
         if self.marks.passed(group_id):
             return 0
@@ -115,13 +102,24 @@ class ReplayBuffer:
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
         packed = pack_group(group, self.reward_names, step_values=self._step_values)
-        entry = self._find_entry(group.prompt, packed.reference_version)
+        entry = self._entry_of.get((group.prompt.id, packed.reference_version))
+        if entry is None:  # it is registered once it has a response: what follows may still raise or refuse
+            entry = self._make_entry(self._next_entry, group.prompt, packed.reference_version)
+        elif not np.array_equal(entry.prompt_tokens, group.prompt.token_ids):
+            raise ValueError(
+                f"prompt {group.prompt.id!r} came with other tokens than before: prompt ids must be unique."
+            )
         # The mark rises for a refused group too: it has come, and a copy of it is to be ignored.
         self.marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0
-        packed = self._distinct(packed)
+        keep = list(range(len(packed)))
+        if self.config.deduplicate:  # the last of equal responses stays
+            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
+            self._counts["duplicates"] += len(packed) - len(keep)
+        # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
+        packed = packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
         self._make_room(packed, entry)
         self._store(packed, entry, step)
         return len(packed)
@@ -131,16 +129,24 @@ class ReplayBuffer:
     ) -> Batch:
         """P prompts x K responses, all of one reference version (None = the newest stored), by the mixed rule, or with
         a queue in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
-        version, K = self._version_to_sample(reference_version), samples_per_prompt
+        if not self._draws:
+            raise ReplayEmpty("the replay buffer is empty: add groups before sampling.")
+        version, K = max(self._draws) if reference_version is None else reference_version, samples_per_prompt
+        if version not in self._draws:
+            raise ReplayEmpty(
+                f"the replay buffer holds nothing of reference version {version}, only of {sorted(self._draws)}: "
+                "wait for groups scored by the current reference."
+            )
         used_up: list[BufferedGroup] = []
         if self._queue is not None:
-            chosen, used_up = self._queue.choose(self._entries, num_prompts, K, self.rng, reference_version=version)
+            chosen, used_up = self._queue.choose(num_prompts, K, self.rng, reference_version=version)
         else:
             draws = self._draws[version]
-            newest_first = (group.entry for group in reversed(self._groups))
+            newest_first = (group.entry.index for group in reversed(self._groups))
             start = self._window_start(step)
             draws.refresh(self._entries, newest_first, window_start=start, at_least=num_prompts)
-            chosen = self._mixed.choose(self._entries, num_prompts, K, self.rng, draws=draws)
+            share = 1.0 if self.config.on_policy_probability is None else self.config.on_policy_probability
+            chosen = mixed_choice(self._entries, num_prompts, K, self.rng, draws=draws, on_policy_probability=share)
         self._ages = step - np.concatenate([entry.columns["version"][own] for entry, own in chosen]).astype(np.int64)
         batch = make_batch(chosen, K, reward_names=self.reward_names)
         for group in used_up:  # only now: the batch was copied out of them
@@ -148,12 +154,12 @@ class ReplayBuffer:
         return batch
 
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: Collection[str] = ()) -> bool:
-        """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and those
-        of its prompts that were `lost` to their reward, by their ids, are not waited for."""
+        """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and
+        those of its prompts that were `lost` to their reward, by their ids, are not waited for."""
         if not self._draws:
             return False
         if self._queue is not None:
-            return self._queue.holds(num_prompts, self._entries, reference_version=max(self._draws))
+            return self._queue.holds(num_prompts, reference_version=max(self._draws))
         if self.num_prompts >= min(num_prompts, prompts_of_task):
             return True
         if prompts_of_task - len(lost) >= num_prompts:
@@ -163,29 +169,27 @@ class ReplayBuffer:
         return len(stored.union(lost)) >= prompts_of_task
 
     def expire(self, oldest_version: int) -> int:
-        """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported responses and those of
+        """Remove the responses of earlier versions (replay.max_lag); returns their number. Imported ones and those of
         the reference have no lag and stay."""
         before = len(self)
         # Group by group: this is asked at every step, and most groups are young enough to be passed by their number alone.
         for group in self._groups:
-            if group.oldest_version < oldest_version and len(positions := group.positions(self._entries)):
-                entry = self._entries[group.entry]
-                has_lag, version = (entry.columns[name][positions] for name in ("has_lag", "version"))
-                self._remove(entry, positions[has_lag & (version < oldest_version)])
+            if group.oldest_version < oldest_version and len(positions := group.positions):
+                has_lag, version = (group.entry.columns[name][positions] for name in ("has_lag", "version"))
+                self._remove(group.entry, positions[has_lag & (version < oldest_version)])
         self._counts["expired"] += before - len(self)
         return before - len(self)
 
     def drop_reference(self, version_below: int) -> int:
-        """Remove, and refuse from now on, what a reference before this version scored; returns the number of responses
-        removed."""
+        """Remove, and refuse from now on, what a reference before this version scored; returns the number removed."""
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
         before = len(self)
         # The entries are listed first: those left empty leave the dict meanwhile.
         for entry in [entry for entry in self._entries.values() if entry.reference_version < version_below]:
-            self._remove(entry, entry.since(0))
+            self._remove(entry, np.arange(len(entry)))
         if self._queue is not None:
             # Empty groups count against the queue's bound and would crowd out new ones.
-            self._queue.forget_empty(self._entries)
+            self._queue.groups = deque(group for group in self._queue.groups if len(group.positions))
         self._counts["dropped"] += before - len(self)
         return before - len(self)
 
@@ -209,20 +213,13 @@ class ReplayBuffer:
         """State of the buffer and ages (step - version) of the last sample, for the log as `buffer/*`."""
         ages = self._ages if len(self._ages) else np.zeros(1, np.int64)
         p50, p90 = np.percentile(ages, [50, 90])
-        return {
-            "responses": float(len(self)),
-            "prompts": float(self.num_prompts),
-            "tokens": float(self._num_tokens),
-            "age_mean": float(ages.mean()),
-            "age_p50": float(p50),
-            "age_p90": float(p90),
-            "age_max": float(ages.max()),
-            **{name: float(count) for name, count in self._counts.items()},
-        }
+        found: dict[str, Any] = {"responses": len(self), "prompts": self.num_prompts, "tokens": self._num_tokens}
+        found |= {"age_mean": ages.mean(), "age_p50": p50, "age_p90": p90, "age_max": ages.max(), **self._counts}
+        return {name: float(value) for name, value in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """Stored groups, their order of drawing, counts, and the random state: everything but the
-        settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
+        """Everything but the settings. Responses of all prompts lie end to end: a few large arrays are written faster
+        than many small ones."""
         entries = list(self._entries.values())
         ids = [own for entry in entries for own in entry.ids]
         # `logit` follows from the scores and the settings: `load_state` computes it again.
@@ -246,11 +243,6 @@ class ReplayBuffer:
         """Continue from a state; with the settings of the buffer it is of, later draws are those that it would have made."""
         for name in STATE:
             setattr(self, name, state[name])
-        self._groups = deque(BufferedGroup(*group) for group in state["groups"].tolist())
-        if self._queue is not None:
-            # A state of a buffer without a queue: all its groups wait, the oldest first.
-            queued = state["groups"] if state["queue"] is None else state["queue"]
-            self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
         columns = self._with_logits(state["columns"])
         ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
@@ -264,33 +256,24 @@ class ReplayBuffer:
             entry.newest_group_arrival = newest_group_arrival
             self._entries[index] = self._entry_of[prompt_id, reference_version] = entry
             first, first_token = own.stop, prompt_tokens.stop
+        self._groups = self._groups_of(state["groups"])
+        if self._queue is not None:
+            # A state of a buffer without a queue: all its groups wait, the oldest first.
+            self._queue.groups = self._groups_of(state["groups"] if state["queue"] is None else state["queue"])
+
+    def _groups_of(self, numbers: np.ndarray) -> deque[BufferedGroup]:
+        gone = PromptEntry(-1, "", np.zeros(0, np.int32), 0)  # of groups whose responses have all left
+        return deque(BufferedGroup(self._entries.get(entry, gone), *other) for entry, *other in numbers.tolist())
 
     def _make_entry(self, index: int, prompt: Prompt, reference_version: int) -> PromptEntry:
         tokens = np.array(prompt.token_ids, np.int32)
         arrival_of: dict[bytes, int] | None = {} if self.config.deduplicate else None
         return PromptEntry(index, prompt.id, tokens, reference_version, arrival_of=arrival_of)
 
-    def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
-        """The prompt's entry. A new one is registered once it has a response: what follows may still raise or refuse."""
-        entry = self._entry_of.get((prompt.id, reference_version))
-        if entry is None:
-            return self._make_entry(self._next_entry, prompt, reference_version)
-        if not np.array_equal(entry.prompt_tokens, prompt.token_ids):
-            raise ValueError(f"prompt {prompt.id!r} came with other tokens than before: prompt ids must be unique.")
-        return entry
-
-    def _distinct(self, packed: PackedGroup) -> PackedGroup:
-        """The group without copies inside it (the last one stays) and without more than fits."""
-        keep = list(range(len(packed)))
-        if self.config.deduplicate:
-            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
-            self._counts["duplicates"] += len(packed) - len(keep)
-        # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
-        return packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
-
     def _make_room(self, packed: PackedGroup, entry: PromptEntry) -> None:
-        """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
-        oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
+        """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then
+        the oldest of all. In another order copies would count twice against a capacity, and others would leave for
+        them."""
         if entry.arrival_of:
             copies = [entry.arrival_of[own] for own in packed.ids if own in entry.arrival_of]
             self._counts["duplicates"] += len(copies)
@@ -299,25 +282,21 @@ class ReplayBuffer:
         while (excess := len(self) + len(packed) - self.config.capacity) > 0:
             # The oldest group may have no response left: it then only leaves the list.
             oldest = self._groups[0]
-            num_stored = len(oldest.positions(self._entries))
+            num_stored = len(oldest.positions)
             if num_stored <= excess:
                 self._groups.popleft()
             if num_stored:  # they are the oldest of their entry
-                self._evict(self._entries[oldest.entry], min(excess, num_stored), keep=entry)
+                self._evict(oldest.entry, min(excess, num_stored), keep=entry)
 
     def _evict(self, entry: PromptEntry, count: int, *, keep: PromptEntry) -> None:
-        """Remove the oldest responses of an entry."""
-        if count > 0:
-            self._counts["evicted"] += count
-            self._remove(entry, np.arange(count), keep=keep)
+        self._counts["evicted"] += max(0, count)
+        self._remove(entry, np.arange(count), keep=keep)
 
     def _remove_group(self, group: BufferedGroup) -> None:
-        """Take a group out. Its positions are looked up now: they move when another group of its prompt leaves."""
-        if len(positions := group.positions(self._entries)):
-            self._remove(self._entries[group.entry], positions)
+        # Its positions are looked up now: they move when another group of its prompt leaves.
+        self._remove(group.entry, group.positions)
 
     def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
-        """Take responses out; an entry left empty goes too, except the one about to be filled."""
         if not len(positions):
             return
         self._num_tokens -= entry.discard(positions)
@@ -354,7 +333,16 @@ class ReplayBuffer:
             self._first_arrivals.append((step, first))
             self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
         oldest_version = int(version.min(where=columns["has_lag"], initial=NO_VERSION))
-        self._list(BufferedGroup(entry.index, first, end, oldest_version))
+        group = BufferedGroup(entry, first, end, oldest_version)
+        self._groups.append(group)
+        while not len(self._groups[0].positions):
+            self._groups.popleft()
+        if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
+            self._groups = deque(each for each in self._groups if len(each.positions))
+        for crowded_out in [] if self._queue is None else self._queue.append(group):
+            before = len(self)
+            self._remove_group(crowded_out)
+            self._counts["expired"] += before - len(self)
 
     def _with_logits(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The columns, and the logits that weighted draws go by."""
@@ -364,30 +352,6 @@ class ReplayBuffer:
         logit = config.inverse_temperature * columns["score"].astype(np.float64)
         return {**columns, "logit": logit + columns["log_importance"] * config.importance_weighted}
 
-    def _list(self, group: BufferedGroup) -> None:
-        """Put a group behind the others, in the order of age and in the queue."""
-        self._groups.append(group)
-        while not len(self._groups[0].positions(self._entries)):
-            self._groups.popleft()
-        if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
-            self._groups = deque(group for group in self._groups if len(group.positions(self._entries)))
-        if self._queue is not None:
-            for crowded_out in self._queue.append(group):
-                before = len(self)
-                self._remove_group(crowded_out)
-                self._counts["expired"] += before - len(self)
-
-    def _version_to_sample(self, reference_version: int | None) -> int:
-        if not self._draws:
-            raise ReplayEmpty("the replay buffer is empty: add groups before sampling.")
-        version = max(self._draws) if reference_version is None else reference_version
-        if version not in self._draws:
-            raise ReplayEmpty(
-                f"the replay buffer holds nothing of reference version {version}, only of {sorted(self._draws)}: "
-                "wait for groups scored by the current reference."
-            )
-        return version
-
     def _window_start(self, step: int) -> int:
         """Arrival number of the first response received in the last `fresh_steps` steps; steps never go back."""
         while self._first_arrivals and step - self._first_arrivals[0][0] >= self.fresh_steps:
@@ -396,7 +360,7 @@ class ReplayBuffer:
 
 
 def _numbers(groups: Collection[BufferedGroup]) -> np.ndarray:
-    numbers = [(group.entry, group.first, group.end, group.oldest_version, group.uses) for group in groups]
+    numbers = [(group.entry.index, group.first, group.end, group.oldest_version, group.uses) for group in groups]
     return np.array(numbers, np.int64).reshape(-1, 5)
 
 
@@ -404,4 +368,3 @@ STATE = (
     *("rng", "marks", "_draws", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
     *("_next_arrival", "_next_entry", "_num_responses", "_num_tokens"),
 )
-"""Fields of the state that are saved as they are."""

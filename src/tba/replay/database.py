@@ -1,8 +1,5 @@
-"""The file of the durable replay: its schema, where it lies, how it is opened and read, and what becomes of lost groups.
-
-Table `groups` has a row for each group, table `incarnations` the highest group number of each incarnation of a sender. Any
-SQLite client can open the file, also while a run writes it.
-"""
+"""The file of the durable replay: its schema, where it lies, how it is opened and read, and what becomes of lost
+groups. Any SQLite client can open the file, also while a run writes it."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ logger = logging.getLogger("tba.replay")
 DAMAGED = (sqlite3.Error, UnicodeDecodeError)
 """Errors of a damaged file; the latter where SQLite names in its message what it could not read."""
 SCHEMA_VERSION = 1
-"""Number in PRAGMA user_version."""
 SCHEMA = """
 CREATE TABLE groups (
     arrival INTEGER PRIMARY KEY,     -- counts groups in the order in which they were received, from 1
@@ -57,7 +53,6 @@ INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?
 RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
 SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Endings of the names of the files that a database is made of."""
 Durability = Literal["process", "power", "node"]
 
 NETWORK_FILESYSTEMS = (
@@ -77,14 +72,13 @@ class StoredGroup:
 
     arrival: int
     step: int
-    """Optimizer steps done when it was received."""
     time: float
     group: TrajectoryGroup
 
 
 def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None) -> Iterator[StoredGroup]:
-    """Groups of a file in the order of their arrival: those after an arrival number, or the given ones. A row whose content
-    does not match its checksum is named in a warning and left out; at the end a warning gives their number."""
+    """Groups in the order of their arrival: those after an arrival number, or the given ones. A row whose content does not
+    match its checksum is named in a warning and left out."""
     corrupt = 0
     with reading(path) as database:
         if arrivals is None:
@@ -93,24 +87,17 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
         # Each row has a query of its own: a cursor over all would stay open for as long as the caller takes.
         for arrival in arrivals:
             try:
-                stored = read_row(database, arrival)
+                if (row := raw_row(database, arrival)) is None:
+                    continue  # it has left since
+                # Columns 5 and 12 of SCHEMA are step and time, the last one is the payload.
+                stored = StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
             except Exception as error:  # damage shows in as many ways as a row has columns
                 corrupt += 1
                 logger.warning("%s: row %d is corrupt and left out: %s", path, arrival, error)
                 continue
-            if stored is not None:
-                yield stored
+            yield stored
     if corrupt:
         logger.warning("%s: %d of %d rows were corrupt", path, corrupt, len(arrivals))
-
-
-def read_row(database: sqlite3.Connection, arrival: int) -> StoredGroup | None:
-    """One row, checked; None where it has left since."""
-    row = raw_row(database, arrival)
-    if row is None:
-        return None
-    # Columns 5 and 12 of SCHEMA are step and time, the last one is the payload.
-    return StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
 
 
 def raw_row(database: sqlite3.Connection, arrival: int) -> tuple[Any, ...] | None:
@@ -124,6 +111,13 @@ def raw_row(database: sqlite3.Connection, arrival: int) -> tuple[Any, ...] | Non
 def checksum(columns: tuple[Any, ...], payload: bytes) -> int:
     """CRC-32 of a row: of its other columns as a JSON array, then of its payload."""
     return zlib.crc32(payload, zlib.crc32(json.dumps(columns).encode("ascii")))
+
+
+def copy_database(source: Path, target: Path) -> None:
+    # A backup has the rows that are still in the -wal file too, which a copy of the file would lack.
+    with closing(open_read_only(source)) as original, closing(sqlite3.connect(target)) as copy:
+        original.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")  # one file, which also opens where nothing can be written
 
 
 def remove_database(path: Path) -> None:
@@ -198,22 +192,28 @@ def failure(what: str, path: Path, error: Exception) -> str:
 
 
 def place_database(home: Path) -> Path:
-    """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is on a
-    network filesystem, in a folder for temporary files. The file replay.location beside `home` then has the path, which
-    holds also where that folder is another one now."""
-    kind, found = network_filesystem(home.parent), find_database(home)
+    """Where the database of a run folder is written: at `home` or, on a network filesystem, in a folder for temporary files.
+    The file replay.location beside `home` then has the path."""
+    kind, found, local = network_filesystem(home.parent), find_database(home), home
     if kind is None and found == home:
         return home
-    # The name is of this run folder: one that was copied from another run must not write into the other's database.
-    digest = blake2b(str(home.resolve()).encode(), digest_size=6).hexdigest()
-    name = f"{home.parent.name}-{digest}.sqlite"
-    local = home if kind is None else found if found.name == name and found.is_file() else _temporary(home, kind) / name
+    if kind is not None:
+        # The name is of this run folder: one that was copied from another run must not write into the other's database.
+        digest = blake2b(str(home.resolve()).encode(), digest_size=6).hexdigest()
+        name, temporary = f"{home.parent.name}-{digest}.sqlite", Path(tempfile.gettempdir())
+        if found.name == name and found.is_file():
+            local = found
+        elif network_filesystem(temporary) is None:
+            local = Path(tempfile.mkdtemp(prefix="tba-")) / name  # in a folder that no other user can read
+        else:
+            raise DurableReplayError(
+                f"durable replay: neither {home.parent} ({kind}) nor {temporary} is a local disk, which SQLite needs: set "
+                "TMPDIR to a local folder, or train without durable replay (replay.durability=off)."
+            )
     source = found if found.is_file() else home
     if source != local and source.is_file():
         remove_database(local)
-        # A backup has the rows that are still in the -wal file too, which a copy of the file would lack.
-        with closing(open_read_only(source)) as original, closing(sqlite3.connect(local)) as copy:
-            original.backup(copy)
+        copy_database(source, local)
     if kind is None:
         location_file(home).unlink()
         return home
@@ -225,19 +225,7 @@ def place_database(home: Path) -> Path:
     return local
 
 
-def _temporary(home: Path, kind: str) -> Path:
-    """A new folder on a local disk that no other user can read."""
-    temporary = Path(tempfile.gettempdir())
-    if network_filesystem(temporary) is not None:
-        raise DurableReplayError(
-            f"durable replay: neither {home.parent} ({kind}) nor {temporary} is a local disk, which SQLite needs: set "
-            "TMPDIR to a local folder, or train without durable replay (replay.durability=off)."
-        )
-    return Path(tempfile.mkdtemp(prefix="tba-"))
-
-
 def find_database(home: Path) -> Path:
-    """The database of a run folder, wherever it is now."""
     noted = location_file(home)
     return Path(noted.read_text(encoding="utf-8").strip()) if noted.is_file() else home
 
@@ -247,13 +235,11 @@ def location_file(home: Path) -> Path:
 
 
 def stored_file(home: Path) -> Path:
-    """File beside a database with the number of the group that was committed last. A resume compares it with the database to
-    find lost groups."""
+    """File with the number of the group that was committed last. A resume compares it with the database."""
     return home.with_suffix(".stored")
 
 
 def read_stored(home: Path) -> int | None:
-    """Number of the group that was committed last; None = nothing says."""
     try:
         return int(stored_file(home).read_text())
     except (OSError, ValueError):
@@ -261,8 +247,7 @@ def read_stored(home: Path) -> int | None:
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the network filesystem that a folder is on; None = a local one, or a system that does not list its
-    mounts."""
+    """The type of the network filesystem that a folder is on; None = a local one, or the system does not say."""
     if not mounts.is_file():
         return None
     place, found = path.resolve(), (-1, "")
@@ -282,53 +267,41 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
 
 
 def check_stored(home: Path, *, last_row: int, gives_up: bool, accept_lost: bool) -> None:
-    """Raise a DurableReplayError where groups are lost that a resumed run needs; `home` is where its file belongs. With
-    `accept_lost` that is a warning, and a damaged file is put aside and replaced by one with the readable groups.
+    """Raise a DurableReplayError where groups are lost that a resumed run needs. With `accept_lost` that is a warning, and a
+    damaged file is put aside and replaced by one with the readable groups.
 
     `last_row` is the last group that the checkpoint knows of; with `gives_up` later ones are not needed.
     """
     noted, path = read_stored(home), find_database(home)
     stored = last_row if noted is None else noted
     where = path if path.is_file() else home
-    found = examine(where, last=stored)
-    lost = found.unreadable + max(0, (min(stored, last_row) if gives_up else stored) - found.newest)
-    if not lost and found.damage is None:
+    readable, unreadable, newest, damage = examine(where, last=stored)
+    lost = unreadable + max(0, (min(stored, last_row) if gives_up else stored) - newest)
+    if not lost and damage is None:
         return
-    if found.damage is not None:
-        what = f"{where} is damaged ({found.damage})"
+    if damage is not None:
+        what = f"{where} is damaged ({damage})"
     elif where == path and path.is_file():
         what = f"{path} lacks the newest groups"
     else:
         copy = f", and {where} is an older copy" if where.is_file() else ""
         what = f"{path} does not exist on {socket.gethostname()}{copy}"
-    message = f"durable replay: {what}. {lost} of {max(stored, found.newest)} stored groups are lost"
+    message = f"durable replay: {what}. {lost} of {max(stored, newest)} stored groups are lost"
     if not accept_lost:
         raise DurableReplayError(
             f"{message}. Restore the file from a copy, or go on with the groups that it and the checkpoint still have: `tba "
             f"train {home.parent} --resume --accept-lost-replay` (in Python accept_lost_replay=True)."
         )
-    aside = f" The damaged file is now {salvage(where, found.readable)}." if found.damage is not None else ""
+    aside = f" The damaged file is now {salvage(where, readable)}." if damage is not None else ""
     logger.warning("%s, and the run goes on without them.%s", message, aside)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """Contents of a file: Found(readable=[1, 2, 4], unreadable=1, newest=4, damage="database disk image is malformed")"""
-
-    readable: list[int]
-    """Arrival numbers of the groups that match their checksums."""
-    unreadable: int
-    """Number of the other groups."""
-    newest: int
-    """Arrival number of the newest group, readable or not."""
-    damage: str | None
-    """Damage of the file; None = it has none."""
-
-
-def examine(path: Path, *, last: int) -> Found:
-    """Read every group of a file; `last` is the number up to which groups are looked for where the file cannot list them."""
+def examine(path: Path, *, last: int) -> tuple[list[int], int, int, str | None]:
+    """Read every group of a file; `last` is the number up to which groups are looked for where the file cannot list
+    them. Returns the arrival numbers of the readable groups, the number of the others, the newest of all, and the
+    damage."""
     if not path.is_file():
-        return Found(readable=[], unreadable=0, newest=0, damage=None)
+        return [], 0, 0, None
     readable, unreadable, damage = [], 0, None
     with closing(_open_damaged(path)) as database:
         try:
@@ -337,7 +310,7 @@ def examine(path: Path, *, last: int) -> Found:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             if tables and version != SCHEMA_VERSION:  # an error when it is opened
-                return Found(readable=[], unreadable=0, newest=last, damage=None)
+                return [], 0, last, None
             listed = "SELECT arrival FROM groups ORDER BY arrival" if tables else "SELECT 0 WHERE FALSE"
             arrivals = [arrival for (arrival,) in database.execute(listed)]
         except sqlite3.DatabaseError as error:
@@ -350,7 +323,7 @@ def examine(path: Path, *, last: int) -> Found:
             except (ValueError, sqlite3.DatabaseError):
                 unreadable += 1
     damage = damage or ("checksums do not match" if unreadable else None)
-    return Found(readable=readable, unreadable=unreadable, newest=max(arrivals, default=0), damage=damage)
+    return readable, unreadable, max(arrivals, default=0), damage
 
 
 def _open_damaged(path: Path) -> sqlite3.Connection:

@@ -1,9 +1,8 @@
-"""The draw of a batch. GroupQueue takes groups in the order of their arrival, and MixedRule draws them by the paper's rule.
-Both choose from the stored responses of prompts, and from prompts drawn without replacement across batches.
+"""The draw of a batch. GroupQueue takes groups in the order of their arrival, and `mixed_choice` draws by the paper's
+rule.
 
-A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses. K
-responses are drawn without replacement; where there are fewer than K, all of them and no more: a response that came twice
-would weigh twice, and the loss of a short group is exact without it.
+A choice is, for each of the P places in the batch, a prompt's entry and the positions of at most K of its responses, drawn
+without replacement: a response that came twice would weigh twice, and the loss of a short group is exact without it.
 
 A prompt is named by the index of its entry, so that one prompt under two reference versions is two.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -24,44 +24,25 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False, slots=True)
 class PromptEntry:
-    """The stored responses of one prompt under one reference version, oldest to newest.
-
-    PromptEntry(index=3, prompt_id="train-17", prompt_tokens=np.array([1, 40, 7], np.int32), reference_version=0)
-    """
+    """The stored responses of one prompt under one reference version, oldest to newest."""
 
     index: int
-    """Name of the entry in the buffer; never given to another."""
     prompt_id: str
     prompt_tokens: np.ndarray
     reference_version: int
     ids: list[bytes] = field(default_factory=list)
     floats: list[bytes] = field(default_factory=list)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """The responses by position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are drawn by
-    weight."""
+    """By position: as in `PackedGroup`, with `arrival`, `score`, and `logit` where old responses are drawn by weight."""
     arrival_of: dict[bytes, int] | None = None
     """Arrival number by token ids; None without deduplication."""
     newest_group_arrival: int = 0
     """Arrival number of the first response of the newest group."""
-    _room: dict[str, np.ndarray] = field(default_factory=dict, init=False)
-    """Arrays that `columns` are parts of, with room behind them up to `_size`; `columns` end at `_end`."""
-    _end: int = field(default=0, init=False)
-    _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
-        """Number of responses stored."""
         return len(self.ids)
 
-    def since(self, arrival: int) -> np.ndarray:
-        """Positions of the responses whose arrival number is `arrival` or larger, oldest first."""
-        return np.arange(self.columns["arrival"].searchsorted(arrival), len(self))
-
-    def between(self, first_arrival: int, end_arrival: int) -> np.ndarray:
-        """Positions of the responses with arrival numbers `first_arrival` to `end_arrival` - 1 that are still stored."""
-        return np.arange(*self.columns["arrival"].searchsorted((first_arrival, end_arrival)))
-
     def append(self, ids: Sequence[bytes], floats: Sequence[bytes], columns: Mapping[str, np.ndarray]) -> None:
-        """Add the responses of a group as the newest."""
         if self.arrival_of is not None:
             # The newest of equal responses is listed: the buffer has removed the older ones (`_make_room`).
             self.arrival_of.update(zip(ids, columns["arrival"].tolist()))
@@ -69,40 +50,21 @@ class PromptEntry:
         self.floats += floats
         # This holds for one group; `load_state`, which adds several at once, sets the number itself.
         self.newest_group_arrival = int(columns["arrival"][0])
-        if not self.columns:  # in a queue a prompt seldom has more than one group, which needs no room behind it
-            self.columns = dict(columns)
-            return
-        held, added = len(self.columns["arrival"]), len(columns["arrival"])
-        if self._end + added > self._size:
-            # Room for as many again. Without it every group of a prompt would copy all that came before.
-            self._size = 2 * (held + added)
-            self._room = {
-                name: np.empty((self._size, *values.shape[1:]), values.dtype) for name, values in self.columns.items()
-            }
-            for name, values in self.columns.items():
-                self._room[name][:held] = values
-            self._end = held
-        for name, values in columns.items():
-            self._room[name][self._end : self._end + added] = values
-        self._end += added
-        self.columns = {name: values[self._end - held - added : self._end] for name, values in self._room.items()}
+        held = self.columns
+        joined = {name: np.concatenate([held[name], values]) for name, values in columns.items()} if held else columns
+        self.columns = dict(joined)
 
     def discard(self, positions: np.ndarray) -> int:
-        """Remove the responses at these positions, none of which is named twice; returns their number of tokens."""
-        count, removed = len(positions), [self.ids[position] for position in positions.tolist()]
+        """Remove the responses at these positions, at least one and none twice; returns their number of tokens."""
+        removed = [self.ids[position] for position in positions.tolist()]
         if self.arrival_of is not None:
             for own in removed:
                 self.arrival_of.pop(own, None)  # absent of a copy that came without deduplication
-        if np.array_equal(positions, np.arange(count)):
-            # The oldest leave without a copy: one prompt may have 100,000 responses, and every group that comes evicts some.
-            del self.ids[:count], self.floats[:count]
-            self.columns = {name: values[count:] for name, values in self.columns.items()}
-        else:
-            # From the end, because those behind a response that leaves move up.
-            for position in sorted(positions.tolist(), reverse=True):
-                del self.ids[position], self.floats[position]
-            self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
-            self._room, self._end, self._size = {}, 0, 0
+        # Neighbours at once: a prompt may have 100,000 responses. From the end, because those behind a gap move up.
+        ordered = np.sort(positions)
+        for run in reversed(np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)):
+            del self.ids[run[0] : run[-1] + 1], self.floats[run[0] : run[-1] + 1]
+        self.columns = {name: np.delete(values, positions, axis=0) for name, values in self.columns.items()}
         return sum(map(len, removed)) // 4
 
 
@@ -111,21 +73,21 @@ Choice = list[tuple[PromptEntry, np.ndarray]]
 
 @dataclass(eq=False, slots=True)
 class BufferedGroup:
-    """The responses that arrived together: those of the entry whose arrival numbers are `first` to `end` - 1 and that are
-    still stored."""
+    """Responses that arrived together: those of arrival numbers `first` to `end` - 1 that are still stored."""
 
-    entry: int
+    entry: PromptEntry
     first: int
     end: int
     oldest_version: int
     """Oldest version among the responses whose lag counts."""
     uses: int = 0
-    """Number of times that the queue has given the group out."""
 
-    def positions(self, entries: Mapping[int, PromptEntry]) -> np.ndarray:
-        """Positions of the stored responses, oldest first; none where the entry is gone."""
-        entry = entries.get(self.entry)
-        return NOTHING if entry is None else entry.between(self.first, self.end)
+    @property
+    def positions(self) -> np.ndarray:
+        """Positions of the stored responses, oldest first."""
+        if not len(self.entry):
+            return NOTHING
+        return np.arange(*self.entry.columns["arrival"].searchsorted((self.first, self.end)))
 
 
 class GroupQueue:
@@ -148,42 +110,26 @@ class GroupQueue:
         most = len(self.groups) if self._max_waiting is None else self._max_waiting
         return [self.groups.popleft() for _ in range(len(self.groups) - most)]
 
-    def forget_empty(self, entries: Mapping[int, PromptEntry]) -> None:
-        """Groups whose responses have all left wait no longer."""
-        self.groups = deque(group for group in self.groups if len(group.positions(entries)))
-
-    def holds(self, num_groups: int, entries: Mapping[int, PromptEntry], *, reference_version: int) -> bool:
-        """Whether so many groups can be drawn."""
-        ready = self._ready(entries, reference_version)
-        return sum(1 for _ in islice(ready, num_groups)) == num_groups
+    def holds(self, num_groups: int, *, reference_version: int) -> bool:
+        return sum(1 for _ in islice(self._ready(reference_version), num_groups)) == num_groups
 
     def choose(
-        self,
-        entries: Mapping[int, PromptEntry],
-        num_prompts: int,
-        count: int,
-        rng: np.random.Generator,
-        *,
-        reference_version: int,
+        self, num_prompts: int, count: int, rng: np.random.Generator, *, reference_version: int
     ) -> tuple[Choice, list[BufferedGroup]]:
-        """The oldest groups, at most `num_prompts`, with at most `count` responses of each; and those whose last use this
-        was. A second group of a prompt is passed over, and keeps its place, while there are other
-        prompts to fill the batch with."""
+        """The oldest groups, with at most `count` responses of each; and those whose last use this was. A second group of a
+        prompt is passed over, and keeps its place, while there are other prompts to fill the batch with."""
         firsts: dict[int, BufferedGroup] = {}
         passed_over: list[BufferedGroup] = []
-        for group in self._ready(entries, reference_version):
-            if group.entry in firsts:
+        for group in self._ready(reference_version):
+            if firsts.setdefault(group.entry.index, group) is not group:
                 passed_over.append(group)
-            else:
-                firsts[group.entry] = group
             if len(firsts) == num_prompts:
                 break
         chosen: Choice = []
         used_up: list[BufferedGroup] = []
         for group in [*firsts.values(), *passed_over][:num_prompts]:
-            entry, positions = entries[group.entry], group.positions(entries)
             # A random choice, not the first K: what is trained must not depend on a response's place in its group.
-            chosen.append((entry, rng.permutation(positions)[:count]))
+            chosen.append((group.entry, rng.permutation(group.positions)[:count]))
             self.groups.remove(group)
             group.uses += 1
             if group.uses < self._max_uses:
@@ -192,18 +138,26 @@ class GroupQueue:
                 used_up.append(group)
         return chosen, used_up
 
-    def _ready(self, entries: Mapping[int, PromptEntry], reference_version: int) -> Iterator[BufferedGroup]:
+    def _ready(self, reference_version: int) -> Iterator[BufferedGroup]:
         """Groups that can be drawn, oldest first; those at the front whose responses have all left are forgotten."""
-        while self.groups and not len(self.groups[0].positions(entries)):
+        while self.groups and not len(self.groups[0].positions):
             self.groups.popleft()
         for group in self.groups:
-            if len(group.positions(entries)) and entries[group.entry].reference_version == reference_version:
+            if len(group.positions) and group.entry.reference_version == reference_version:
                 yield group
 
 
-class MixedRule:
-    """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored, by weight
-    where responses have a `logit` and uniformly where they have none.
+def mixed_choice(
+    entries: Mapping[int, PromptEntry],
+    num_prompts: int,
+    count: int,
+    rng: np.random.Generator,
+    *,
+    draws: PromptDraws,
+    on_policy_probability: float,
+) -> Choice:
+    """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored, by
+    weight where responses have a `logit` and uniformly where they have none.
 
     In a batch of one prompt (the paper's red-teaming) fresh and old responses stand side by side instead: a share m is
     fresh, half of the others is drawn uniformly, the rest by weight.
@@ -211,82 +165,54 @@ class MixedRule:
     Prompts are not repeated inside a batch unless there are fewer prompts than places; places of a repeated prompt that are
     drawn alike share one draw, in which no response comes twice while there are enough.
     """
-
-    def __init__(self, on_policy_probability: float) -> None:
-        self._on_policy_probability = on_policy_probability
-
-    def choose(
-        self,
-        entries: Mapping[int, PromptEntry],
-        num_prompts: int,
-        count: int,
-        rng: np.random.Generator,
-        *,
-        draws: PromptDraws,
-    ) -> Choice:
-        """For each of the P places in the batch its entry and the positions of at most K of its responses."""
-        prompts = self._choose_prompts(draws, num_prompts, rng)
-        since = draws.fresh_since
-        if num_prompts == 1 and self._on_policy_probability < 1:
-            entry = entries[prompts[0][0]]
-            return [(entry, self._side_by_side(entry, count, since, rng))]
-        chosen = [NOTHING] * num_prompts
-        places: dict[tuple[int, bool], list[int]] = {}
-        for place, drawn in enumerate(prompts):
-            places.setdefault(drawn, []).append(place)
-        # First the prompts that come once, fresh ones before old ones, then the others.
-        ordered = sorted(places.items(), key=lambda item: 2 if len(item[1]) > 1 else not item[0][1])
-        for (prompt, fresh), own in ordered:
-            for place, positions in zip(own, self._draw(entries[prompt], fresh, count, since, rng, times=len(own))):
-                chosen[place] = positions
-        return [(entries[prompt], positions) for (prompt, _), positions in zip(prompts, chosen)]
-
-    def _choose_prompts(self, draws: PromptDraws, num_prompts: int, rng: np.random.Generator) -> list[tuple[int, bool]]:
-        """(prompt, whether it was drawn as a fresh one) for each place in the batch."""
-        prompts: list[tuple[int, bool]] = []
-        used: set[int] = set()
-
-        def first(kinds: Sequence[DrawWithoutReplacement]) -> tuple[int, bool] | None:
-            drawn = ((kind.draw(rng, exclude=used), kind is draws.fresh) for kind in kinds)
-            return next(((prompt, fresh) for prompt, fresh in drawn if prompt is not None), None)
-
-        for uniform in rng.random(num_prompts).tolist():
-            # Where the fresh prompts are all in the batch already, any other takes the place: a batch stays full.
-            kinds = [draws.fresh, draws.all] if uniform < self._on_policy_probability else [draws.all]
-            found = first(kinds)
-            if found is None:
+    prompts: list[tuple[int, bool]] = []
+    """(prompt, whether it was drawn as a fresh one) for each place in the batch."""
+    used: set[int] = set()
+    for uniform in rng.random(num_prompts).tolist():
+        prompt = None
+        while prompt is None:
+            fresh = uniform < on_policy_probability
+            prompt = draws.fresh.draw(rng, exclude=used) if fresh else None
+            if prompt is None:
+                # Where the fresh prompts are all in the batch already, any other takes the place: a batch stays full.
+                fresh, prompt = False, draws.all.draw(rng, exclude=used)
+            if prompt is None:
                 # Every prompt is in the batch equally often: from here on each may come once more.
                 used.clear()
-                found = first(kinds)
-            assert found is not None, "there is at least one prompt to draw"
-            used.add(found[0])
-            prompts.append(found)
-        return prompts
+        used.add(prompt)
+        prompts.append((prompt, fresh))
+    since = draws.fresh_since
+    if num_prompts == 1 and on_policy_probability < 1:
+        # Fresh responses as far as there are enough, then uniform ones, then others; none twice.
+        entry = entries[prompts[0][0]]
+        own = draw_uniformly(entry, _rounded(on_policy_probability * count, rng), rng, since=since)
+        num_uniform = _rounded(UNIFORM_SHARE * (count - len(own)), rng)
+        own = np.concatenate([own, draw_uniformly(entry, num_uniform, rng, exclude=own)])
+        return [(entry, np.concatenate([own, draw_by_weight(entry, count - len(own), rng, exclude=own)]))]
+    chosen = [NOTHING] * num_prompts
+    places: dict[tuple[int, bool], list[int]] = {}
+    for place, drawn in enumerate(prompts):
+        places.setdefault(drawn, []).append(place)
+    # First the prompts that come once, fresh ones before old ones, then the others.
+    for (prompt, fresh), same in sorted(places.items(), key=lambda item: 2 if len(item[1]) > 1 else not item[0][1]):
+        # One draw for all its places: none comes twice if there are so many, else none twice in a place.
+        draw = partial(_draw, entries[prompt], fresh, rng, since=since)
+        positions = draw(len(same) * count)
+        if len(positions) == len(same) * count:
+            of_places = list(positions.reshape(len(same), count))
+        else:
+            of_places = [positions] if len(same) == 1 else [draw(count) for _ in same]
+        for place, own in zip(same, of_places):
+            chosen[place] = own
+    return [(entries[prompt], positions) for (prompt, _), positions in zip(prompts, chosen)]
 
-    @staticmethod
-    def _draw(
-        entry: PromptEntry, fresh: bool, count: int, since: int, rng: np.random.Generator, *, times: int
-    ) -> list[np.ndarray]:
-        """Positions for each of a prompt's places: none twice if there are so many, else none twice in a place."""
 
-        def draw(number: int) -> np.ndarray:
-            if not fresh:
-                return draw_by_weight(entry, number, rng)
-            drawn = draw_uniformly(entry, number, rng, since=since)
-            # A fresh prompt may have lost its fresh responses again, by expiry.
-            return drawn if len(drawn) else draw_uniformly(entry, number, rng)
-
-        drawn = draw(times * count)
-        if len(drawn) == times * count:
-            return list(drawn.reshape(times, count))
-        return [drawn] if times == 1 else [draw(count) for _ in range(times)]
-
-    def _side_by_side(self, entry: PromptEntry, count: int, since: int, rng: np.random.Generator) -> np.ndarray:
-        """Fresh responses as far as there are enough, then uniform ones, then others; none twice."""
-        chosen = draw_uniformly(entry, _rounded(self._on_policy_probability * count, rng), rng, since=since)
-        num_uniform = _rounded(UNIFORM_SHARE * (count - len(chosen)), rng)
-        chosen = np.concatenate([chosen, draw_uniformly(entry, num_uniform, rng, exclude=chosen)])
-        return np.concatenate([chosen, draw_by_weight(entry, count - len(chosen), rng, exclude=chosen)])
+def _draw(entry: PromptEntry, fresh: bool, rng: np.random.Generator, count: int, *, since: int) -> np.ndarray:
+    if not fresh:
+        return draw_by_weight(entry, count, rng)
+    drawn = draw_uniformly(entry, count, rng, since=since)
+    # A fresh prompt may have lost its fresh responses again, by expiry.
+    return drawn if len(drawn) else draw_uniformly(entry, count, rng)
 
 
 def draw_uniformly(
@@ -300,8 +226,7 @@ def draw_uniformly(
 def draw_by_weight(
     entry: PromptEntry, count: int, rng: np.random.Generator, *, exclude: np.ndarray = NOTHING
 ) -> np.ndarray:
-    """Positions of `count` responses, one after the other, each with probability ~ exp(logit); uniformly where there are no
-    logits. All of them where there are fewer."""
+    """Positions of at most `count` responses, each with probability ~ exp(logit); uniformly without logits."""
     if "logit" not in entry.columns:
         return draw_uniformly(entry, count, rng, exclude=exclude)
     positions = _live_without(entry, exclude)
@@ -319,7 +244,7 @@ def draw_by_weight(
 
 def _live_without(entry: PromptEntry, exclude: np.ndarray, since: int = 0) -> np.ndarray:
     """Positions of the stored responses, oldest first, that are not in `exclude`."""
-    positions = entry.since(since)
+    positions = np.arange(entry.columns["arrival"].searchsorted(since), len(entry))
     # `exclude` must be among `positions`: searchsorted would give a neighbour of any other.
     return np.delete(positions, positions.searchsorted(exclude)) if len(exclude) else positions
 
@@ -343,15 +268,13 @@ class PromptDraws:
         self.fresh_since = 0
 
     def note_arrival(self, prompt: int) -> None:
-        """Take note that a group of this prompt arrived: it is fresh, and can be drawn as a fresh one again at once."""
-        # Only the fresh draw gives the prompt another turn: in the draw of all, a prompt that is drawn often would
-        # otherwise come more often than the others.
+        """A group of this prompt has arrived: it is fresh, and can be drawn as a fresh one again at once."""
+        # Not so in the draw of all: there a prompt that is drawn often would otherwise come more often than the others.
         if prompt not in self.all:
             self.all.put(prompt)
         self.fresh.put(prompt)
 
     def remove(self, prompt: int) -> None:
-        """Never draw a prompt again: its last response has left."""
         self.all.remove(prompt)
         if prompt in self.fresh:
             self.fresh.remove(prompt)
@@ -380,18 +303,15 @@ class PromptDraws:
 
 
 class DrawWithoutReplacement:
-    """Prompts drawn uniformly without replacement; when all have been drawn, all can be drawn again. Every operation is
-    O(1)."""
+    """Prompts drawn uniformly without replacement; when all have been drawn, all can be drawn again. All is O(1)."""
 
     def __init__(self) -> None:
         self._prompts: list[int] = []
         """Prompts; the first `_num_undrawn` can still be drawn in this round, the others have been."""
         self._index: dict[int, int] = {}
-        """Where each prompt stands in `_prompts`."""
         self._num_undrawn = 0
 
     def __len__(self) -> int:
-        """Number of prompts, drawn or not."""
         return len(self._prompts)
 
     def __iter__(self) -> Iterator[int]:
@@ -410,7 +330,6 @@ class DrawWithoutReplacement:
             self._num_undrawn += 1
 
     def remove(self, prompt: int) -> None:
-        """Forget a prompt."""
         # First out of the undrawn part, then to the end: swapping an undrawn prompt with the last one directly would put a
         # drawn prompt among the undrawn.
         if self._index[prompt] < self._num_undrawn:

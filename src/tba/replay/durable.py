@@ -1,9 +1,8 @@
-"""The durable replay: every group that the trainer accepts, in a SQLite file that any client can open.
+"""The durable replay: every group that the trainer accepts, in a SQLite file (database.py).
 
 A background thread writes groups in batches. A group is acknowledged to its searcher only when it is committed. The highest
 group number of each incarnation of a sender is written in the same transaction: no group id is stored twice. Rows leave in
-the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again, so that the file
-stops growing. database.py has the schema and reads the file, columns.py makes the bytes of a group.
+the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -34,11 +33,11 @@ from tba.replay.database import (
     DurableReplayError,
     StoredGroup,
     checksum,
+    copy_database,
     failure,
     load_groups,
     location_file,
     open_database,
-    open_read_only,
     place_database,
     remove_database,
     stored_file,
@@ -46,23 +45,20 @@ from tba.replay.database import (
 from tba.runtime.channels import wait_until
 from tba.runtime.columns import columns_of, encode
 from tba.runtime.counters import TRAINER_FIELDS, RoleCounters
-from tba.runtime.deadlines import Waiting
+from tba.runtime.replica import remove_oldest
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
 GATHER_GROUPS, GATHER_SECONDS = 16, 0.1
-"""Groups that the writer gathers before a commit, and the longest time that it does so: committed one by one, they would
-cost three times as much. Where many come, it does not wait, or late acknowledgements would hold fast searchers back."""
+"""Groups that the writer gathers before a commit, and the longest time that it does so: committed one by one, they
+would cost three times as much."""
 MAX_PENDING_BYTES = 256 * 2**20
-"""Memory of groups that wait to be written; a caller that would exceed it waits."""
 BYTES_PER_TOKEN, BYTES_PER_GROUP = 17, 2_048
-"""Estimated memory of a waiting group."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """A group on its way to the writer; None = it came before, and only its acknowledgement waits for a commit."""
-
     group: TrajectoryGroup | None
+    """None = it came before, and only its acknowledgement waits for a commit."""
     id: GroupId
     arrival: int
     step: int
@@ -72,23 +68,15 @@ class _Pending:
 
 @dataclass
 class GroupStore:
-    """Appends groups, says which are committed, copies and reads them. Used by one thread, `snapshot` by any.
-
-    GroupStore(path, durability="process", capacity=1_000_000, reward_weights={"exact_match": 1.0})
-    """
+    """Appends groups, says which are committed, copies and reads them. Used by one thread, `snapshot` by any."""
 
     path: Path
     durability: Durability
     capacity: int
-    """Responses that rows are kept for."""
     reward_weights: Mapping[str, float]
-    """Weights of the reward components in the column `reward`."""
     row: RoleCounters = field(default_factory=lambda: RoleCounters(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS))
-    """Where the caller's wait shows."""
     wait_seconds: float = 300.0
-    """Deadline of that wait."""
     clock: Callable[[], float] = time.time
-    """Seconds since 1970, for the column `time`."""
     final_copy: Path | None = None
     """Where the file moves at the end; None = it stays. For a file that could not be made in the run folder."""
 
@@ -108,22 +96,19 @@ class GroupStore:
         self._num_appended, self._appended_bytes, self._closed = 0, 0, False
         self._num_committed, self._committed_bytes = 0, 0
         self._committed: deque[str] = deque()
-        """Ids for `committed`; the writer puts them in, the caller takes them out."""
         self._error: DurableReplayError | None = None
         """Set by the writer, which commits nothing from then on."""
         self._told = False
-        """Whether the error was raised in the caller."""
         self._writer = threading.Thread(target=self._write, daemon=True, name="durable-replay")
         self._writer.start()
 
     @property
     def marks(self) -> dict[str, int]:
-        """The highest number of each source that was ever stored."""
         return self._marks.by_source
 
     def append(self, group: TrajectoryGroup, *, step: int) -> bool:
-        """Have a group written that arrived at an optimizer step. False where it came before: it is not written again, but
-        `committed` names it, because its sender did not learn that it was."""
+        """Have a group written. False where it came before: it is not written again, but `committed` names it, because its
+        sender did not learn that it was."""
         assert not self._closed, "append after close"
         group_id = GroupId.parse(group.id)
         new = not self._marks.passed(group_id)
@@ -133,12 +118,8 @@ class GroupStore:
             name="durable_replay",
             row=self.row,
             deadline_seconds=self.wait_seconds,
-            waiting=Waiting(
-                waiter="the trainer",
-                awaited="the durable replay's writer",
-                setting="runtime.wait_seconds",
-                heartbeats=lambda: {"its last commit": float(self._num_committed)},
-            ),
+            waiter="the trainer",
+            awaited="the durable replay's writer",
             progress=lambda: float(self._num_committed),
             explain=lambda: (
                 f"the trainer waited for {self._num_appended - self._num_committed} groups to be written to {self.path}: "
@@ -149,22 +130,16 @@ class GroupStore:
         if new:
             self._marks.raise_to(group_id)
             self.last_arrival += 1
-        # A copy takes the same queue, so it is acknowledged after the commit of the group that it repeats.
-        pending = _Pending(
-            group=group if new else None,
-            id=group_id,
-            arrival=self.last_arrival,
-            step=step,
-            time=self.clock(),
-            num_bytes=num_bytes,
-        )
         self._num_appended += 1
         self._appended_bytes += num_bytes
-        self._inbox.put(pending)
+        own, arrival = group if new else None, self.last_arrival
+        # A copy takes the same queue, so it is acknowledged after the commit of the group that it repeats.
+        self._inbox.put(
+            _Pending(group=own, id=group_id, arrival=arrival, step=step, time=self.clock(), num_bytes=num_bytes)
+        )
         return new
 
     def committed(self) -> list[str]:
-        """Ids of the groups committed since the last call."""
         self._raise_error()
         # The length is taken first: ids that the writer adds meanwhile come with the next call.
         return [self._committed.popleft() for _ in range(len(self._committed))]
@@ -182,9 +157,7 @@ class GroupStore:
         self.flush()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with closing(open_read_only(self.path)) as source, closing(sqlite3.connect(temporary)) as copy:
-                source.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which also opens where nothing can be written
+            copy_database(self.path, temporary)
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)
@@ -194,18 +167,16 @@ class GroupStore:
             temporary.unlink(missing_ok=True)
 
     def load(self, *, after: int = 0) -> Iterator[StoredGroup]:
-        """The stored groups in the order of their arrival, those after an arrival number; see `load_groups`."""
+        """`load_groups` of all that was appended."""
         self.flush()
         return load_groups(self.path, after=after)
 
     def go_on_after(self, arrival: int) -> None:
-        """Number the next groups after this one: that of a checkpoint, which may hold groups that were never committed. A
-        new group of the same number would be taken for one that the checkpoint holds."""
+        """Number the next groups after this one: that of a checkpoint, which may hold groups that were never committed."""
         self.last_arrival = max(self.last_arrival, arrival)
 
     def return_to(self, arrival: int, marks: HighWaterMarks) -> int:
-        """Forget the groups that arrived after this one: they are of steps that will be made again. Afterwards `marks` says
-        which groups have come. Returns the number of rows removed."""
+        """Forget the groups that arrived after this one; returns their number. `marks` then says which have come."""
         self.flush()  # the writer has nothing to do from here on
         database, by_source = self._database, marks.by_source
         try:
@@ -298,7 +269,7 @@ class GroupStore:
                 self._num_responses += len(pending.group.trajectories)
         # In the same transaction as the rows: a group is stored and known, or neither.
         database.executemany(RAISE_MARK, highest.items())
-        self._remove_oldest()
+        self._num_responses -= remove_oldest(database, self._num_responses - self.capacity)
         database.execute("COMMIT")
         if highest:
             # This follows the COMMIT: a number ahead of the file would make a resume report lost groups.
@@ -331,35 +302,18 @@ class GroupStore:
         payload = encode(group)
         return (*columns, checksum(columns, payload), payload)
 
-    def _remove_oldest(self) -> None:
-        """A row stays while the newer ones hold fewer responses than the buffer may: some of its own may be there."""
-        last, excess = None, self._num_responses - self.capacity
-        for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
-            if excess <= 0 or responses > excess:
-                break
-            last, excess = arrival, excess - responses
-            self._num_responses -= responses
-        if last is not None:
-            self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
-
 
 def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:
-    """The mean combined reward of a group's responses, and the mean of each component over those that have it; None where
-    there is no number."""
-    means: dict[str, float | None] = dict.fromkeys(weights)
-    total = 0.0
-    if not group.trajectories:
-        return None, means
-    for (name, weight), values in zip(weights.items(), columns_of(group).components(list(weights)).T.tolist()):
+    """The mean combined reward of the responses, and the mean of each component; None where there is no number."""
+
+    def mean(values: Iterable[float]) -> float | None:
         given = [value for value in values if not math.isnan(value)]
-        if given:
-            means[name] = _number(sum(given) / len(given))
-            total += weight * sum(given)  # a component that is not applicable adds nothing: types.total_reward
-    return _number(total / len(group.trajectories)), means
+        found = sum(given) / len(given) if given else math.nan
+        return found if math.isfinite(found) else None
 
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    columns = columns_of(group)
+    means = {name: mean(own) for name, own in zip(weights, columns.components(list(weights)).T.tolist())}
+    return mean(columns.combined_rewards(weights)), means
 
 
 def make_store(

@@ -1,5 +1,4 @@
-"""Checks before torch is imported, a model loads or a folder is made. They refuse wrong outputs, loggers, engines, rewards
-and data files."""
+"""Checks before torch is imported, a model loads or a folder is made, of outputs, loggers, engines, rewards and data."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ HUB_COMMAND = (
     """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
 )
 TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "reasoning_gym:NAME", "verifiers:NAME", "custom")
-"""Names of the registered tasks: the registry itself needs torch."""
+"""Names of the registered tasks, `custom` last: the registry itself needs torch."""
 REQUIRED = {"reasoning_gym": require_reasoning_gym, "verifiers": require_verifiers}
 """Checks that a task's package is installed."""
 
@@ -46,14 +45,25 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
         RunFolder.check(config.run_folder, overwrite=config.overwrite, keep_earlier=keep_earlier)
     elif config.run_folder.is_dir():
         RunFolder.check_writable(config.run_folder)
-        _check_not_moved(config)
+        for key, path in _inputs(config).items():  # their paths are settings, which may not change
+            if Path(path).is_absolute() and not Path(path).exists():
+                raise ValueError(
+                    f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link "
+                    "there."
+                )
     check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
             found = "is a folder" if Path(imported).is_dir() else "does not exist"
             raise ValueError(f"replay.imports: file {imported} {found}. Give a JSONL file.")
     if (config.overwrite or keep_earlier) and not resume and config.run_folder.is_dir():
-        _refuse_replacing_inputs(config)
+        for key, path in [*_inputs(config).items(), *(("replay.imports", str(path)) for path in config.replay.imports)]:
+            place = Path(path).expanduser().resolve()
+            if config.run_folder.resolve() in (place, *place.parents):
+                raise ValueError(
+                    f"{key}={path} is part of the run in {config.run_folder}, which a new run there replaces: choose "
+                    "another name (name=...), or copy it elsewhere first."
+                )
 
 
 def _inputs(config: Config) -> dict[str, str]:
@@ -62,18 +72,8 @@ def _inputs(config: Config) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path is not None}
 
 
-def _check_not_moved(config: Config) -> None:
-    """Refuse to resume a run whose inputs are not where they were: their paths are settings, which may not change."""
-    for key, path in _inputs(config).items():
-        if Path(path).is_absolute() and not Path(path).exists():
-            raise ValueError(
-                f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link there."
-            )
-
-
 def check_devices(config: Config) -> None:
-    """Refuse devices that are not there, by the name of the setting, before a model loads, and name those that are not
-    used."""
+    """Refuse devices that are not there, by the name of the setting; warn of those that are not used."""
     # Here, because the other checks of this module run before torch is imported.
     import torch
 
@@ -96,16 +96,12 @@ def check_devices(config: Config) -> None:
             "at most. The rank of a LoRA adapter is model.lora.rank."
         )
     if config.search.count < len(devices):
-        logger.warning(
-            "search.devices names %d devices for search.num_searchers=%d: the others stay idle.",
-            len(devices),
-            config.search.count,
-        )
+        message = "search.devices names %d devices for search.num_searchers=%d: the others stay idle."
+        logger.warning(message, len(devices), config.search.count)
 
 
 def check_capacity(config: Config, *, num_prompts: int) -> None:
-    """Refuse a replay buffer that cannot hold what a step generates of one prompt, where there are fewer prompts than a step
-    takes."""
+    """Refuse a replay buffer that cannot hold what a step generates of one prompt, where prompts are few."""
     rollouts, room = -(-config.train.prompts_per_step // num_prompts), config.replay.capacity_per_prompt
     if room is not None and room < (needed := rollouts * config.samples_generated_per_prompt):
         raise ValueError(
@@ -115,19 +111,7 @@ def check_capacity(config: Config, *, num_prompts: int) -> None:
         )
 
 
-def _refuse_replacing_inputs(config: Config) -> None:
-    """Refuse to replace, or to move aside, a run whose folder holds what the new run starts from."""
-    for key, path in [*_inputs(config).items(), *(("replay.imports", str(path)) for path in config.replay.imports)]:
-        place = Path(path).expanduser().resolve()
-        if config.run_folder.resolve() in (place, *place.parents):
-            raise ValueError(
-                f"{key}={path} is part of the run in {config.run_folder}, which a new run there replaces: choose another "
-                "name (name=...), or copy it elsewhere first."
-            )
-
-
 def check_inputs(config: Config) -> None:
-    """Refuse a config whose model, rewards or data are not there."""
     check_there(f"model.path={config.model.path!r}", config.model.path)
     if unset := [name for name in config.search.reward_environment if name not in os.environ]:
         raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
@@ -145,7 +129,7 @@ def check_inputs(config: Config) -> None:
             continue
         if place.is_file():
             refuse_other_formats(place)
-        elif not place.exists() and (own or is_file_name(path)):
+        elif not place.exists() and (own or path.endswith(SUFFIXES) or path.startswith((".", "/", "~"))):
             hub = f" {HUB_COMMAND.replace('NAME', path)}" if may_be_hub_name(path) else ""
             raise ValueError(
                 f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
@@ -169,8 +153,7 @@ def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str
     if found.task.is_own_file:
         code["task.name"] = found.task.name
     if found.task.rewards:
-        rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in found.task.rewards]
-        code["task.rewards"] = json.dumps(rewards)
+        code["task.rewards"] = json.dumps(found.task.model_dump(mode="json", exclude_defaults=True)["rewards"])
     if found.task.environment.is_there:
         environment = found.task.environment.model_dump(mode="json", exclude_defaults=True)
         code["task.environment"] = json.dumps(environment)
@@ -194,41 +177,38 @@ def check_evaluated(target: str) -> None:
 def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
     """The task of a model of the package, where no task is given; None = the overrides name one, or the run that the target
     is of knows its own. A ConfigError where nothing says what the model is to be evaluated on."""
-    given = any(override.startswith(("task.name=", "task=")) for override in overrides)
-    if given or run_of(target) is not None:
+    if any(override.startswith(("task.name=", "task=")) for override in overrides) or run_of(target) is not None:
         return None
-    if target in SHIPPED:
-        return target.removeprefix("tba:")
-    raise ConfigError(
-        f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
-        f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
-        "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
-    )
+    if target not in SHIPPED:
+        raise ConfigError(
+            f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
+            f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
+            "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
+        )
+    return target.removeprefix("tba:")
 
 
 def task_to_train(model: str) -> str:
     """The task of a model of the package, for a run that names a model and no task. A ConfigError where the model is
     another one: it would learn the problems of the default task, for which the command did not ask."""
-    if model in SHIPPED:
-        return model.removeprefix("tba:")
-    resolve_path(model)  # a missing folder is the first error
-    others = ", ".join(name for name in TASK_NAMES if name != "custom")
-    raise ConfigError(
-        f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
-        f"rewards.py:score. Or name a task by task.name=NAME: {others}, or file.py:Class."
-    )
+    if model not in SHIPPED:
+        resolve_path(model)  # a missing folder is the first error
+        raise ConfigError(
+            f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
+            f"rewards.py:score. Or name a task by task.name=NAME: {', '.join(TASK_NAMES[:-1])}, or file.py:Class."
+        )
+    return model.removeprefix("tba:")
 
 
 def collapse_message(target: str) -> str | None:
-    """Warning where a run that collapsed is evaluated by its newest checkpoint: the guard has one from
-    before. None = there is nothing to say."""
+    """Warning where a run that collapsed is evaluated by its newest checkpoint; None = there is nothing to say."""
     folder = run_of(target)
     if folder is None or folder.path != Path(target) or not folder.checkpoints_by_step():
         return None
     newest = folder.newest_checkpoint()
-    if (found := before_collapse(folder, newest)) is None:
+    kept, since = before_collapse(folder, newest) or (None, 0)
+    if kept is None:
         return None
-    kept, since = found
     return (
         f"{target} collapsed, since about step {since}: its newest checkpoint is evaluated, of step {_step_of(newest)}. The "
         f"one from before the collapse is {kept}."
@@ -261,8 +241,3 @@ def run_of(target: str) -> RunFolder | None:
         if path.is_dir() and path.parent == above.checkpoints and above.config.is_file():
             return above
     return None
-
-
-def is_file_name(path: str) -> bool:
-    """Whether a path is meant as a file, whatever the task: a hub dataset has no such name."""
-    return path.endswith(SUFFIXES) or path.startswith((".", "/", "~"))

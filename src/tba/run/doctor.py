@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.config import Config
 from tba.engine.decoder.build import native_spec
 from tba.engine.decoder.fused_pass import why_never_fused
-from tba.engine.decoder.spec import DecoderSpec, UnsupportedModel
+from tba.engine.decoder.spec import UnsupportedModel
 from tba.engine.transformers_engine import cache_abilities
 from tba.models.load import check_generates, check_has_config, friendly_errors
 from tba.models.paths import resolve_path
@@ -45,27 +45,16 @@ EXTRAS = {
     "pyarrow": "parquet files (tba replay RUN --export FILE.parquet)",
 }
 """Purpose of each optional package, by the name it is imported by."""
-
-
 TINY = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("hidden_size", "n_embd"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     "head_dim": 16,
     "vocab_size": 256,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 12,
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_inner": 96,
-    "ffn_hidden_size": 96,
 }
 """Sizes of the tiny model, by the names that configs have for them."""
 GIB = 2**30
@@ -75,45 +64,30 @@ def examine() -> list[tuple[str, str]]:
     """Findings about this machine with their names, in reading order."""
     findings = [("python", platform.python_version())]
     findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
-    mps = _mps()  # first: to name the GPUs, this process uses them
-    findings += [("cores", _cores()), ("memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB")]
-    findings += [("disk here", f"{shutil.disk_usage('.').free / GIB:.1f} GiB free"), ("gpu", _gpus()), ("mps", mps)]
-    findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
-    return findings
-
-
-def _cores() -> str:
-    info = Path("/proc/cpuinfo")
+    reason = why_no_mps(Config())  # first: to name the GPUs, this process uses them
+    mps = f"not used: {reason}"
+    if reason is None:
+        mps = (
+            "runtime.mps=auto will start a private daemon, so that trainer and searcher on one GPU run side by side (1.24 "
+            "times the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down with it"
+        )
+    info, threads = Path("/proc/cpuinfo"), threads_of(Config())
     has_amx = info.exists() and "amx_bf16" in info.read_text(errors="replace")
-    bf16 = "with bf16 matrix units" if has_amx else "bf16 is slow here, use float32"
-    threads, pinned = threads_of(Config()), os.environ.get(PINNED, "not set")
-    return (
-        f"{usable_cores()} usable ({bf16}); {PINNED}={pinned}; a trainer and a searcher get {threads.trainer} and "
-        f"{threads.searcher} threads"
+    cores = (
+        f"{usable_cores()} usable ({'with bf16 matrix units' if has_amx else 'bf16 is slow here, use float32'}); {PINNED}="
+        f"{os.environ.get(PINNED, 'not set')}; a trainer and a searcher get {threads.trainer} and {threads.searcher} threads"
     )
-
-
-def _mps() -> str:
-    reason = why_no_mps(Config())
-    if reason is not None:
-        return f"not used: {reason}"
-    return (
-        "runtime.mps=auto will start a private daemon, so that trainer and searcher on one GPU run side by side (1.24 times "
-        "the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down with it"
-    )
-
-
-def _gpus() -> str:
-    if not torch.cuda.is_available():
-        return "none: models run on the CPU"
-    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return "; ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
-
-
-def _extra(name: str, purpose: str) -> str:
-    if importlib.util.find_spec(name) is None:
-        return f"not installed; needed for {purpose}"
-    return f"{importlib.metadata.version(name.replace('_', '-'))}: {purpose}"
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = "; ".join(f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
+    findings += [("cores", cores), ("memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB")]
+    findings += [("disk here", f"{shutil.disk_usage('.').free / GIB:.1f} GiB free")]
+    findings += [("gpu", names or "none: models run on the CPU"), ("mps", mps)]
+    for name, purpose in EXTRAS.items():
+        if importlib.util.find_spec(name) is None:
+            findings.append((name, f"not installed; needed for {purpose}"))
+        else:
+            findings.append((name, f"{importlib.metadata.version(name.replace('_', '-'))}: {purpose}"))
+    return findings
 
 
 def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[str, str]]:
@@ -132,21 +106,34 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
         except UnsupportedModel as reason:
             spec, refusal = None, str(reason)
         training, padding = _tried(config, heard)
-    findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    length, switch = stated_context(config), switch_length(config)
+    findings = [("model", f"{path}: {config.model_type}, {count / 1e9:.3g}B parameters")]
     if spec is None:
         findings += [("engine", f"over transformers' own forward pass, slower: {refusal}"), ("batches", padding)]
+        searcher = "weights and the model's own cache, whose size is not known before it is loaded"
     else:
-        findings.append(("engine", _native(spec, switch_length(config))))
-    findings.append(("training", training))
-    return [*findings, ("context", _context(config)), *_model_memory(_count(model), spec)]
-
-
-def _native(spec: DecoderSpec, switch: int | None) -> str:
-    native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
-    reason = why_never_fused(spec)
-    if reason is None:
-        return f"{native}; on a GPU with fused kernels and CUDA graphs"
-    return f"{native}; on a GPU without fused kernels and CUDA graphs: {reason}"
+        native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
+        not_fused = why_never_fused(spec)
+        fused = "with fused kernels and CUDA graphs"
+        if not_fused is not None:
+            fused = f"without fused kernels and CUDA graphs: {not_fused}"
+        findings.append(("engine", f"{native}; on a GPU {fused}"))
+        # Keys and values, of 2 bytes a number.
+        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+        example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
+        searcher = f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
+    context = "not stated" if length is None or length < 1 else f"{length:,} tokens"
+    # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
+    trainer = f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less"
+    return [
+        *findings,
+        ("training", training),
+        ("context", context if switch is None else f"{context}; rotary angles change beyond {switch:,}"),
+        ("weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"),
+        ("trainer", trainer),
+        ("searcher", searcher),
+    ]
 
 
 def _tried(config: Any, heard: BufferingHandler) -> tuple[str, str]:
@@ -190,32 +177,6 @@ def tiny_config(config: Any) -> Any:
         if isinstance(rope.get(name), list):
             rope[name] = rope[name][:half]
     return tiny
-
-
-def _context(config: Any) -> str:
-    length, switch = stated_context(config), switch_length(config)
-    message = "not stated" if length is None or length < 1 else f"{length:,} tokens"
-    return message if switch is None else f"{message}; rotary angles change beyond {switch:,}"
-
-
-def _model_memory(count: int, spec: DecoderSpec | None) -> Iterator[tuple[str, str]]:
-    yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
-    # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
-    yield (
-        "trainer",
-        f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
-    )
-    if spec is None:
-        yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
-        return
-    # Keys and values, of 2 bytes a number.
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
-    example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
-    yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
-
-
-def _count(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from typing import Any
 
 import typer
 
-from tba.observe.files import check_may_replace
+from tba.config import load_config
+from tba.models.paths import resolve_path
+from tba.observe.files import check_may_replace, one_line
 from tba.observe.run_folder import RunFolder
-from tba.replay.database import StoredGroup, find_database, load_groups, reading
+from tba.replay.database import find_database, load_groups, reading
 
 SHOWN_GROUPS = 20
 """Number of groups that a listing shows by default."""
@@ -30,51 +32,38 @@ ROWS_PER_BLOCK = 10_000
 """Number of responses that a parquet file is written by."""
 LARGEST = 2**63 - 1
 """Largest number that SQLite compares with."""
-Decode = Callable[[list[int]], str]
 EXPORTED = {"id", "prompt", "completion_ids", "rewards", "group", "reference_version"}
 """Columns by which an export is known."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+Bounds = tuple[float | None, float | None]
+"""The least and the most that are wanted; None = no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter:
-    """Which groups are wanted; None = any. GroupFilter(prompt="train-17", min_reward=0.5, limit=20)"""
+    """Which groups are wanted; None = any. GroupFilter(prompt="train-17", rewards=(0.5, None), limit=20)"""
 
     prompt: str | None = None
-    """Id of the prompt."""
-    min_reward: float | None = None
-    """Least mean reward of a group."""
-    max_reward: float | None = None
-    first_version: int | None = None
-    """Bounds of the oldest version of the weights behind a group."""
-    last_version: int | None = None
-    since: float | None = None
-    """Bounds of the time of arrival, in seconds since 1970."""
-    until: float | None = None
+    rewards: Bounds = (None, None)
+    """Of the mean reward of a group."""
+    versions: Bounds = (None, None)
+    """Of the oldest version of the weights behind a group."""
+    times: Bounds = (None, None)
+    """Of the time of arrival, in seconds since 1970."""
     limit: int | None = None
     """Most groups; the newest are taken."""
 
     def __post_init__(self) -> None:
-        bounds = {
-            "--min-reward and --max-reward": (self.min_reward, self.max_reward),
-            "--version": (self.first_version, self.last_version),
-            "--since and --until": (self.since, self.until),
-        }
-        for names, (least, most) in bounds.items():
+        options = ("--min-reward and --max-reward", "--version", "--since and --until")
+        for names, (least, most) in zip(options, (self.rewards, self.versions, self.times)):
             if least is not None and most is not None and least > most:
                 raise ValueError(f"{names}: the first bound is above the second, so that no group is left. Swap them.")
 
     def arrivals(self, path: Path) -> list[int]:
         """Arrival numbers of the groups in a database, oldest first."""
-        conditions = {
-            "prompt_id = ?": self.prompt,
-            "reward >= ?": self.min_reward,
-            "reward <= ?": self.max_reward,
-            "version >= ?": self.first_version,
-            "version <= ?": self.last_version,
-            "time >= ?": self.since,
-            "time <= ?": self.until,
-        }
+        conditions: dict[str, Any] = {"prompt_id = ?": self.prompt}
+        for column, (least, most) in {"reward": self.rewards, "version": self.versions, "time": self.times}.items():
+            conditions |= {f"{column} >= ?": least, f"{column} <= ?": most}
         wanted = {condition: value for condition, value in conditions.items() if value is not None}
         query = f"SELECT arrival FROM groups WHERE {' AND '.join(wanted) or 'TRUE'} ORDER BY arrival DESC LIMIT ?"
         with reading(path) as database:
@@ -95,6 +84,10 @@ def database_of(target: Path) -> Path:
 
 def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     """Lines of a table of groups, oldest first, and a line with their number."""
+
+    def short(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g}"
+
     header = ("arrival", "time", "group", "prompt", "step", "version", "responses", "reward", "components")
     lines: list[tuple[str, ...]] = [header]
     with reading(path) as database:
@@ -106,8 +99,19 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
                     "rewards FROM groups WHERE arrival = ?",
                     (arrival,),
                 ).fetchone()
-                if row is not None:  # it may have left meanwhile
-                    lines.append((str(arrival), *_cells(*row)))
+                if row is None:  # it has left meanwhile
+                    continue
+                at, group, prompt, step, version, responses, lost, reward, rewards = row
+                lines.append(
+                    (
+                        str(arrival),
+                        datetime.fromtimestamp(at).isoformat(sep=" ", timespec="seconds"),
+                        *(group, prompt, str(step), "-" if version is None else str(version)),
+                        f"{responses} ({lost} lost)" if lost else str(responses),
+                        short(reward),
+                        ", ".join(f"{name} {short(value)}" for name, value in json.loads(rewards).items()),
+                    )
+                )
             except Exception as error:  # damage shows in as many ways as a row has columns
                 lines.append((str(arrival), f"corrupt: {error}"))
         groups, responses = database.execute("SELECT COUNT(*), TOTAL(responses) FROM groups").fetchone()
@@ -118,43 +122,25 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     yield f"{len(lines) - 1} of {groups} groups ({responses:.0f} responses) in {path}"
 
 
-def _cells(at: float, group: str, prompt: str, step: int, version: int | None, *counts: Any) -> tuple[str, ...]:
-    responses, lost, reward, rewards = counts
-    components = ", ".join(f"{name} {_short(value)}" for name, value in json.loads(rewards).items())
-    return (
-        datetime.fromtimestamp(at).isoformat(sep=" ", timespec="seconds"),
-        group,
-        prompt,
-        str(step),
-        "-" if version is None else str(version),
-        f"{responses} ({lost} lost)" if lost else str(responses),
-        _short(reward),
-        components,
-    )
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | None = None) -> int:
+def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Callable[[list[int]], str] | None = None) -> int:
     """Write the responses of the wanted groups to a .jsonl or .parquet file, which is there whole or not at all; returns
     their number. `decode` makes text of token ids; None = the file has none."""
-    writers: dict[str, Callable[[Path, Iterable[dict[str, Any]]], int]] = {
-        ".jsonl": _write_jsonl,
-        ".parquet": _write_parquet,
-    }
-    if target.suffix not in writers:
+    if target.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--export {target}: the name must end with .jsonl or .parquet.")
     if not target.parent.is_dir():
         raise ValueError(f"--export {target}: there is no folder {target.parent}. Make it, or give another file.")
     check_may_replace("--export", target, _is_export)
     # Beside the target, so that the rename is one move; hidden, so that no glob for exports finds half of one.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary, count = target.with_name(f".{target.name}.{os.getpid()}"), 0
     try:
-        groups = load_groups(path, arrivals=wanted.arrivals(path))
-        lines = (line for stored in groups for line in lines_of(stored, decode))
-        count = writers[target.suffix](temporary, lines)
+        lines = _lines(path, wanted, decode)
+        if target.suffix == ".parquet":
+            count = _write_parquet(temporary, lines)
+        else:
+            with temporary.open("w", encoding="utf-8") as file:
+                for line in lines:
+                    file.write(json.dumps(line) + "\n")
+                    count += 1
         os.replace(temporary, target)
     except OSError as error:
         raise ValueError(f"--export {target} cannot be written: {error.strerror}. Give another file.") from None
@@ -164,7 +150,6 @@ def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | No
 
 
 def _is_export(path: Path) -> bool:
-    """Whether a file has the columns of an export."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -173,35 +158,27 @@ def _is_export(path: Path) -> bool:
         return json.loads(file.readline()).keys() >= EXPORTED
 
 
-def lines_of(stored: StoredGroup, decode: Decode | None) -> Iterator[dict[str, Any]]:
-    """One object for each response of a group, its tokens exactly as they were generated."""
-    group = stored.group
-    for trajectory in group.trajectories:
-        completion = trajectory.completion
-        ids = completion.token_ids.tolist()
-        yield {
-            "id": group.prompt.id,
-            "prompt": group.prompt.text,
-            **({} if decode is None else {"completion": decode(ids)}),
-            "completion_ids": ids,
-            "rewards": {name: None if math.isnan(value) else value for name, value in trajectory.rewards.items()},
-            "finish": completion.finish,
-            "group": group.id,
-            "sample_index": completion.sample_index,
-            "version": completion.version,
-            "reference_version": trajectory.reference_version,
-            "step": stored.step,
-            "time": stored.time,
-        }
-
-
-def _write_jsonl(path: Path, lines: Iterable[dict[str, Any]]) -> int:
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")
-            count += 1
-    return count
+def _lines(path: Path, wanted: GroupFilter, decode: Callable[[list[int]], str] | None) -> Iterator[dict[str, Any]]:
+    """One object for each response of the wanted groups, its tokens exactly as they were generated."""
+    for stored in load_groups(path, arrivals=wanted.arrivals(path)):
+        group = stored.group
+        for trajectory in group.trajectories:
+            completion = trajectory.completion
+            ids = completion.token_ids.tolist()
+            yield {
+                "id": group.prompt.id,
+                "prompt": group.prompt.text,
+                **({} if decode is None else {"completion": decode(ids)}),
+                "completion_ids": ids,
+                "rewards": {name: None if math.isnan(value) else value for name, value in trajectory.rewards.items()},
+                "finish": completion.finish,
+                "group": group.id,
+                "sample_index": completion.sample_index,
+                "version": completion.version,
+                "reference_version": trajectory.reference_version,
+                "step": stored.step,
+                "time": stored.time,
+            }
 
 
 def _write_parquet(path: Path, lines: Iterable[dict[str, Any]]) -> int:
@@ -212,33 +189,25 @@ def _write_parquet(path: Path, lines: Iterable[dict[str, Any]]) -> int:
         raise ValueError(
             f"a parquet file needs a package: pip install pyarrow ({error}); or export to FILE.jsonl."
         ) from None
-    integers = ("sample_index", "version", "reference_version", "step")
+    text, integer, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     schema = pyarrow.schema(
-        [
-            ("id", pyarrow.string()),
-            ("prompt", pyarrow.string()),
-            ("completion", pyarrow.string()),
-            ("completion_ids", pyarrow.list_(pyarrow.int32())),
-            ("rewards", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
-            ("finish", pyarrow.string()),
-            ("group", pyarrow.string()),
-            *((name, pyarrow.int64()) for name in integers),
-            ("time", pyarrow.float64()),
-        ]
+        {
+            **dict.fromkeys(("id", "prompt", "completion"), text),
+            "completion_ids": pyarrow.list_(pyarrow.int32()),
+            "rewards": pyarrow.map_(text, real),
+            **dict.fromkeys(("finish", "group"), text),
+            **dict.fromkeys(("sample_index", "version", "reference_version", "step"), integer),
+            "time": real,
+        }
     )
     count, remaining = 0, iter(lines)
     with parquet.ParquetWriter(path, schema) as writer:
         while block := list(islice(remaining, ROWS_PER_BLOCK)):
             # A column has one type: chat messages become JSON text.
-            rows = [
-                {
-                    **line,
-                    "prompt": line["prompt"] if isinstance(line["prompt"], str) else json.dumps(line["prompt"]),
-                    "rewards": list(line["rewards"].items()),
-                }
-                for line in block
-            ]
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            for line in block:
+                line["prompt"] = line["prompt"] if isinstance(line["prompt"], str) else json.dumps(line["prompt"])
+                line["rewards"] = list(line["rewards"].items())
+            writer.write_table(pyarrow.Table.from_pylist(block, schema=schema))
             count += len(block)
     return count
 
@@ -246,10 +215,11 @@ def _write_parquet(path: Path, lines: Iterable[dict[str, Any]]) -> int:
 def parse_versions(text: str) -> tuple[int | None, int | None]:
     """First and last version of `12`, `10:20`, `10:` or `:20`."""
     first, colon, last = text.partition(":")
-    if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
+    parts = (first, last if colon else first)
+    if not all(part.isdecimal() or (colon and not part) for part in parts):
         raise ValueError(f"{text!r} is no version: write one (12) or a range (10:20, 10: or :20).")
-    bounds = [min(int(part), LARGEST) if part else None for part in (first, last if colon else first)]
-    return bounds[0], bounds[1]
+    least, most = (min(int(part), LARGEST) if part else None for part in parts)
+    return least, most
 
 
 def parse_time(text: str) -> float:
@@ -264,16 +234,11 @@ def parse_time(text: str) -> float:
 
 
 def decoder_of_run(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str] | None:
-    """Makes text of a run's token ids. None, with a warning, where its tokenizer is not to be had: of a snapshot that lies
-    elsewhere, of a model that is gone, or one that is code. The run's own setting does not count: its folder may be a
-    stranger's."""
+    """Makes text of a run's token ids; None, with a warning, where its tokenizer is not to be had. The run's own setting of
+    trust_remote_code does not count: its folder may be a stranger's."""
     from transformers import AutoTokenizer
 
-    from tba.config import load_config
     from tba.models.load import friendly_errors
-    from tba.models.paths import resolve_path
-    from tba.observe.files import one_line
-    from tba.observe.run_folder import RunFolder
 
     folder = RunFolder(run if run.is_dir() else run.parent)
     try:

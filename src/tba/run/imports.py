@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +54,17 @@ def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
     reference = make_scorer(loaded.model, max_length=loaded.context)
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(task, config, log=Path(logs) / "rewards.log")
+
+        def score_rewards(groups: list[FinishedGroup]) -> list[dict[str, float]]:
+            scored = []
+            for group, (outcome,) in zip(groups, score_all(rewards, groups)):
+                if isinstance(outcome, RewardFailed):
+                    raise ValueError(
+                        f"replay.imports: the reward of a response to prompt {group.prompt.id!r} failed: {outcome}."
+                    )
+                scored.append({name: math.nan if value is None else value for name, value in outcome.items()})
+            return scored
+
         importer = Importer(
             prompts=task.prompts("train"),
             tokenizer=loaded.tokenizer,
@@ -62,21 +72,13 @@ def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
             stop_ids=frozenset(stop_ids),
             context=loaded.context,
             reward_names=frozenset(task.reward_weights),
-            score_rewards=lambda groups: [
-                _components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))
-            ],
+            score_rewards=score_rewards,
             score_reference=lambda prompts, responses: reference.score(prompts, responses, config.generate.temperature),
         )
         try:
             return [group for path in config.replay.imports for group in importer.groups(Path(path))]
         finally:
             rewards.close()
-
-
-def _components(group: FinishedGroup, outcome: Mapping[str, float | None] | RewardFailed) -> Mapping[str, float]:
-    if isinstance(outcome, RewardFailed):
-        raise ValueError(f"replay.imports: the reward of a response to prompt {group.prompt.id!r} failed: {outcome}.")
-    return {name: math.nan if value is None else value for name, value in outcome.items()}
 
 
 class Response(NamedTuple):
@@ -89,7 +91,7 @@ class Response(NamedTuple):
     """Reward components that the file gives, None = they are to be computed."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Importer:
     """Makes groups of the lines of a file: Importer(prompts=task.prompts("train"), ...).groups(path)"""
 
@@ -108,22 +110,21 @@ class Importer:
     """Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
 
     def groups(self, path: Path) -> list[TrajectoryGroup]:
-        """One group per prompt, in the order of the file. Bad lines are an error that lists them; nothing is half
-        imported."""
+        """One group per prompt, in the order of the file. Bad lines are an error, and then nothing is imported."""
         responses = self._read(path)
         # Each response as it stands in the file: what was cut off, or tokenised in another way, is graded as that.
         missing = [
-            FinishedGroup(prompt=r.prompt, completions=[r.completion], texts=[r.text])
-            for r in responses
-            if r.rewards is None
+            FinishedGroup(prompt=found.prompt, completions=[found.completion], texts=[found.text])
+            for found in responses
+            if found.rewards is None
         ]
         computed = iter(self.score_rewards(missing) if missing else [])
         log_refs = self.score_reference(
             [r.prompt.token_ids for r in responses], [r.completion.token_ids for r in responses]
         )
-        by_prompt: dict[str, list[Trajectory]] = {}
+        by_prompt: dict[str, tuple[Prompt, list[Trajectory]]] = {}
         for response, log_ref in zip(responses, log_refs, strict=True):
-            members = by_prompt.setdefault(response.prompt.id, [])
+            _, members = by_prompt.setdefault(response.prompt.id, (response.prompt, []))
             members.append(
                 Trajectory(
                     completion=replace(response.completion, sample_index=len(members)),
@@ -133,16 +134,12 @@ class Importer:
                     loss_mask=np.ones(len(response.completion.token_ids), np.bool_),
                 )
             )
-        prompt_of = {response.prompt.id: response.prompt for response in responses}
         # Made from the path: a file that is imported again, in the same run, brings groups that are known.
         incarnation = blake2b(str(path).encode(), digest_size=4).hexdigest()
+        ids = (str(GroupId(sender="import", incarnation=incarnation, number=n)) for n in range(len(by_prompt)))
         return [
-            TrajectoryGroup(
-                id=str(GroupId(sender="import", incarnation=incarnation, number=number)),
-                prompt=prompt_of[prompt_id],
-                trajectories=tuple(members),
-            )
-            for number, (prompt_id, members) in enumerate(by_prompt.items())
+            TrajectoryGroup(id=id, prompt=prompt, trajectories=tuple(members))
+            for id, (prompt, members) in zip(ids, by_prompt.values())
         ]
 
     def _read(self, path: Path) -> list[Response]:
@@ -199,17 +196,12 @@ class Importer:
         shown = self.tokenizer.decode(ids, skip_special_tokens=True) if has_ids else line["completion"]
         return Response(prompt, shown, completion, self._rewards(line))
 
-    @cached_property
-    def _by_id(self) -> dict[str, Prompt]:
-        return {prompt.id: prompt for prompt in self.prompts}
-
-    @cached_property
-    def _by_text(self) -> dict[str, Prompt]:
-        """Of prompts with the same text, the first. A list of chat messages is no key of a dict, but its JSON is."""
-        return {json.dumps(prompt.text, sort_keys=True): prompt for prompt in reversed(self.prompts)}
+    def __post_init__(self) -> None:
+        self._by_id = {prompt.id: prompt for prompt in self.prompts}
+        # Of prompts with the same text, the first. A list of chat messages is no key of a dict, but its JSON is.
+        self._by_text = {json.dumps(prompt.text, sort_keys=True): prompt for prompt in reversed(self.prompts)}
 
     def _prompt(self, line: Mapping[str, Any]) -> Prompt:
-        """The prompt that a line names."""
         if "id" in line:
             prompt, named = self._by_id.get(str(line["id"])), f"id {line['id']!r}"
         elif "prompt" in line:

@@ -1,5 +1,5 @@
-"""The memory plan of a run: the sizes of the model and the machine, and the parts of a device's memory. Keys and values of
-searchers are planned by `slots_for`, and activations of the trainer by `tokens_for`. `resolve.py` calls both.
+"""The memory plan of a run: the sizes of the model and the machine, and the parts of a device's memory. `MemoryPlan` has as
+many slots for the keys and values of searchers, and tokens for the activations of the trainer, as fit (resolve.py).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import psutil
 import torch
@@ -49,8 +50,7 @@ KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model. ModelShape(num_parameters=494_000_000, num_layers=24, hidden_size=896, inner_size=4864,
-    key_size=128, weight_bytes=2, context=32_768)"""
+    """The sizes of a model."""
 
     num_parameters: int
     num_layers: int
@@ -111,24 +111,19 @@ class Machine:
         placement = placement_of(config)
         gpus = {name: gpu_bytes(name) for name in placement.devices if name != "cpu"}
         free = {name: free_bytes(name) for name in gpus if name in placement.trainer}
-        return replace(cls.seen(), auto=auto_device(), gpus=gpus, free=free)
+        auto = "cuda:0" if torch.cuda.is_available() else "cpu"
+        return replace(cls.seen(), auto=auto, gpus=gpus, free=free)
 
     def placement(self, config: Config) -> RolePlacement:
-        """The placement of a run on this machine."""
         return RolePlacement.of(config, auto=self.auto)
 
     def bytes_of(self, device: str) -> int:
-        """All memory of a device."""
         return self.memory if device == "cpu" else self.gpus[device]
 
 
-def auto_device() -> str:
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
 def placement_of(config: Config) -> RolePlacement:
-    """The placement of a run on this machine."""
-    return RolePlacement.of(config, auto=auto_device())
+    """The placement of a run on the machine of this process."""
+    return RolePlacement.of(config, auto="cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def gpu_bytes(device: str) -> int:
@@ -142,12 +137,6 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def part_of_gpu(placement: RolePlacement, device: str) -> float:
-    """Part of a GPU's memory for what grows with the work: more where it is the trainer's alone, or the searchers'."""
-    is_shared = device in placement.trainer and placement.num_searchers_on(device) > 0
-    return SHARED_PART if is_shared else OWN_PART
-
-
 def published_on_gpu(placement: RolePlacement, published_bytes: int, *, gpu: int) -> int:
     """Bytes of a GPU, which has `gpu`, that published weights of this size take: two buffers, and a copy for each searcher.
     0 = they lie in the host's memory: where not all roles share a GPU, and where they would take more than they may."""
@@ -156,15 +145,10 @@ def published_on_gpu(placement: RolePlacement, published_bytes: int, *, gpu: int
     return taken if device != "cpu" and taken <= SLOTS_PART * gpu else 0
 
 
-# --- searchers -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SlotBudget:
-    """How many slots a searcher gets, and what that costs.
-
-    SlotBudget(slots=31, positions=8448, prompts=3, prompt_tokens=8192, bytes_per_token=57_344, memory=16 * 2**30)
-    """
+    """How many slots a searcher gets, and what that costs. SlotBudget(slots=31, positions=8448, prompts=3,
+    prompt_tokens=8192, bytes_per_token=57_344, memory=16 * 2**30)"""
 
     slots: int
     positions: int
@@ -181,7 +165,6 @@ class SlotBudget:
 
     @property
     def used(self) -> int:
-        """Bytes of all keys and values."""
         return (self.slots * self.positions + self.prompts * self.prompt_tokens) * self.bytes_per_token
 
     def __str__(self) -> str:
@@ -192,187 +175,168 @@ class SlotBudget:
         )
 
 
-def kv_bytes(machine: Machine, placement: RolePlacement, device: str) -> int:
-    """Memory for the keys and values of one searcher on this device."""
-    if device == "cpu":
-        return KV_BYTES["cpu"]
-    free, searchers = machine.free.get(device, machine.gpus[device]), max(1, placement.num_searchers_on(device))
-    return min(KV_BYTES["cuda"], int(part_of_gpu(placement, device) * free) // searchers)
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What fits on the devices of a run: MemoryPlan(config, model, machine, longest_prompt=512)"""
 
+    config: Config
+    model: ModelShape
+    machine: Machine
+    longest_prompt: int = 1
+    """Number of tokens of the longest prompt, or of the longest that is allowed."""
 
-def slot_budget(
-    config: Config, model: ModelShape, device: str, *, slots: int, memory: int, longest_prompt: int
-) -> SlotBudget:
-    """Bytes that so many slots of a searcher on this device take."""
-    kind, samples = device.partition(":")[0], config.samples_generated_per_prompt
-    dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
-    prompt, waiting = min(longest_prompt, model.context), max(1, min(READ_AHEAD[kind], slots // samples))
-    if keeps_pages(config, model, device):
-        positions, multiple = config.generate.max_new_tokens / 2 + PAGE, PAGE
-        waiting += -(-slots // samples)
-    else:
-        positions, multiple = min(model.context, prompt + config.generate.max_new_tokens), KEY_MULTIPLE
-    return SlotBudget(
-        slots=slots,
-        positions=math.ceil(positions / multiple) * multiple,
-        prompts=waiting,
-        prompt_tokens=prompt,
-        bytes_per_token=2 * model.num_layers * model.key_size * dtype.itemsize,
-        memory=memory,
-    )
+    @cached_property
+    def placement(self) -> RolePlacement:
+        return self.machine.placement(self.config)
 
+    def part_of_gpu(self, device: str) -> float:
+        """Part of a GPU's memory for what grows with the work: more where it is the trainer's alone, or the searchers'."""
+        is_shared = device in self.placement.trainer and self.placement.num_searchers_on(device) > 0
+        return SHARED_PART if is_shared else OWN_PART
 
-def keeps_pages(config: Config, model: ModelShape, device: str) -> bool:
-    """Whether a searcher on this device keeps keys and values in pages: the native engine with its fused kernels does."""
-    return device != "cpu" and config.generate.engine == "native" and model.has_fused_kernels
+    def kv_bytes(self, device: str) -> int:
+        """Memory for the keys and values of one searcher on this device."""
+        if device == "cpu":
+            return KV_BYTES["cpu"]
+        free = self.machine.free.get(device, self.machine.gpus[device])
+        return min(
+            KV_BYTES["cuda"], int(self.part_of_gpu(device) * free) // max(1, self.placement.num_searchers_on(device))
+        )
 
+    def keeps_pages(self, device: str) -> bool:
+        """Whether a searcher there keeps keys and values in pages: the native engine with its fused kernels does."""
+        return device != "cpu" and self.config.generate.engine == "native" and self.model.has_fused_kernels
 
-def is_short_of_memory(config: Config, model: ModelShape, machine: Machine, *, longest_prompt: int) -> bool:
-    """Whether a searcher could not have all slots that were asked for, or MOST_SLOTS, with prompts of this length."""
-    placement = machine.placement(config)
-    for device in dict.fromkeys(placement.searchers):
-        slots = config.generate.slots or MOST_SLOTS[device.partition(":")[0]]
-        memory = kv_bytes(machine, placement, device)
-        if slot_budget(config, model, device, slots=slots, memory=memory, longest_prompt=longest_prompt).used > memory:
-            return True
-    return False
-
-
-def slots_for(config: Config, model: ModelShape, machine: Machine, *, longest_prompt: int) -> int:
-    """As many responses as a searcher has memory for, at most MOST_SLOTS: each with the longest prompt and the longest
-    response, or half of that in pages. Of several devices the one with the least memory decides. Each budget is logged."""
-    placement, found = machine.placement(config), []
-    for device in dict.fromkeys(placement.searchers):
-        memory, most = kv_bytes(machine, placement, device), MOST_SLOTS[device.partition(":")[0]]
-        budgets = [
-            slot_budget(config, model, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
-            for slots in range(1, most + 1)
-        ]
-        fitting = [budget for budget in budgets if budget.used <= memory]
-        if not fitting:
-            logger.warning(
-                "one response on %s needs %s. It is tried with one; shorter prompts (task.max_prompt_tokens) or responses "
-                "(generate.max_new_tokens) need less.",
-                device,
-                budgets[0],
-            )
-        found.append(fitting[-1] if fitting else budgets[0])
-        logger.info("generate.slots on %s: %s.", device, found[-1])
-    return min(budget.slots for budget in found)
-
-
-def check_slots(config: Config, model: ModelShape, machine: Machine, *, longest_prompt: int) -> None:
-    """Refuse a number of slots, given by the user, whose keys and values a device could never hold."""
-    slots = config.generate.slots
-    if slots is None or config.generate.engine != "native":
-        return
-    for device in dict.fromkeys(machine.placement(config).searchers):
-        memory = machine.bytes_of(device)
-        budget = slot_budget(config, model, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
-        if keeps_pages(config, model, device):  # a response has a page at least; where there are no more, others wait
-            budget = replace(budget, positions=PAGE, prompts=1)
-        if budget.used > memory:
-            most = max(1, slots * memory // budget.used)
-            raise ConfigError(
-                f"generate.slots={slots} does not fit on {device}: {budget}, which is all "
-                f"that it has. Give at most {most}, or leave it out to have as many as there is memory for."
-            )
-
-
-# --- trainer ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerMemory:
-    """Contents of the trainer's first device while a step runs.
-
-    TrainerMemory(device="cuda:0", total=140 * 2**30, kept={"weights": 15 * 2**30, ...}, most=48 * 2**30)
-    """
-
-    device: str
-    total: int
-    """Bytes of the device."""
-    kept: Mapping[str, int]
-    """Bytes by part that do not depend on the micro-batch, those of searchers on the same device included."""
-    most: int
-    """Bytes that activations take at most."""
+    def budget(self, device: str, slots: int, *, memory: int | None = None) -> SlotBudget:
+        """Bytes that so many slots of a searcher on this device take."""
+        config, model, kind = self.config, self.model, device.partition(":")[0]
+        samples, response = config.samples_generated_per_prompt, config.generate.max_new_tokens
+        dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
+        prompt = min(self.longest_prompt, model.context)
+        waiting = max(1, min(READ_AHEAD[kind], slots // samples))
+        if self.keeps_pages(device):
+            positions, multiple = response / 2 + PAGE, PAGE
+            waiting += -(-slots // samples)
+        else:
+            positions, multiple = min(model.context, prompt + response), KEY_MULTIPLE
+        return SlotBudget(
+            slots=slots,
+            positions=math.ceil(positions / multiple) * multiple,
+            prompts=waiting,
+            prompt_tokens=prompt,
+            bytes_per_token=2 * model.num_layers * model.key_size * dtype.itemsize,
+            memory=self.kv_bytes(device) if memory is None else memory,
+        )
 
     @property
-    def activations(self) -> int:
-        """Bytes for the activations of one micro-batch. Its gradients in the model's own dtype need no room of their own:
-        they come as the activations go."""
-        return min(self.most, self.total - sum(self.kept.values()))
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.kept.items() if size)
-        return f"{parts}; {self.activations / 2**30:.1f} for activations, of {self.total / 2**30:.1f} GiB"
-
-
-def keys_and_values_beside_trainer(config: Config, model: ModelShape, machine: Machine, *, longest_prompt: int) -> int:
-    """Most bytes of keys and values on the trainer's first device, with the slots that searchers have there."""
-    placement, generate = machine.placement(config), config.generate
-    device = placement.trainer[0]
-    memory = kv_bytes(machine, placement, device)
-    if generate.engine == "native" and generate.slots is not None:
-        budget = slot_budget(config, model, device, slots=generate.slots, memory=memory, longest_prompt=longest_prompt)
-        # In pages a slot is planned with half the longest response, but all may become that long.
-        memory = min(memory, 2 * budget.used)
-    return placement.num_searchers_on(device) * memory
-
-
-def trainer_memory(config: Config, model: ModelShape, machine: Machine, *, keys_and_values: int) -> TrainerMemory:
-    """Bytes that the trainer and the searchers beside it keep on its first GPU; on a CPU nothing is counted.
-    `keys_and_values` are the bytes of all searchers there."""
-    placement = machine.placement(config)
-    device = placement.trainer[0]
-    total = machine.bytes_of(device)
-    if device == "cpu":
-        return TrainerMemory(device=device, total=total, kept={}, most=ACTIVATION_BYTES)
-    train, size = config.train, model.weight_bytes
-    weights = model.num_parameters * size
-    trained = 0 if config.model.lora is not None else model.num_parameters  # those of an adapter are few
-    masters = MASTER_BYTES if size < MASTER_BYTES else 0
-    moments = 0 if train.offload_optimizer else MOMENT_BYTES
-    # Where the roles take turns, the one searcher is part of the trainer's process, on its device.
-    ranks, searchers = len(placement.trainer), 1 if config.is_synchronous else placement.num_searchers_on(device)
-    resets = bool(config.reference.reset_every)
-    # A searcher has its engine and the reference; evaluations want the start model where the reference is reset.
-    copies = searchers * (3 if resets else 2) + (1 if resets and config.replay.on_reference_reset != "drop" else 0)
-    if config.mode == "fixed_lag":  # an engine that evaluates, the weights in use, and those that wait for their turn
-        copies += 1 + (1 + config.lag_steps if trained else 0)
-    if config.is_synchronous and not trained:
-        copies -= 1  # the reference is the trainer's own model without its adapter
-    published = 0 if config.is_synchronous else published_on_gpu(placement, trained * size, gpu=total)
-    kept = {
-        "weights": weights // ranks,
-        "masters": masters * trained // ranks,
-        "gradients": GRADIENT_BYTES * trained // ranks,
-        "moments": moments * trained // ranks,
-        "engines and references": copies * weights,
-        "published weights": published * (2 if resets else 1),  # references have buffers of their own
-        "keys and values": keys_and_values,
-        "processes": (1 if config.is_synchronous else 1 + searchers) * PROCESS_BYTES,
-    }
-    return TrainerMemory(device=device, total=total, kept=kept, most=int(part_of_gpu(placement, device) * total))
-
-
-def tokens_for(config: Config, model: ModelShape, machine: Machine, *, keys_and_values: int) -> int:
-    """Number of tokens of a micro-batch that the memory for activations holds, between LEAST_TOKENS, or one context, and
-    MOST_TOKENS. What lies on a GPU is logged, with a warning where that is too much."""
-    memory = trainer_memory(config, model, machine, keys_and_values=keys_and_values)
-    kind, least = memory.device.partition(":")[0], min(LEAST_TOKENS, model.context)
-    kept = model.num_layers * (KEPT_PER_HIDDEN * model.hidden_size + KEPT_PER_INNER * model.inner_size)
-    fit = memory.activations // (kept * model.weight_bytes)
-    if kind != "cpu":
-        logger.info("memory of %s: %s.", memory.device, memory)
-    if kind != "cpu" and fit < least:
-        logger.warning(
-            "%s may run out of memory: %s. Less is needed with model.lora, with train.offload_optimizer=true, with "
-            "searchers on a GPU of their own (search.devices), or with a trainer on several (train.ranks).",
-            memory.device,
-            memory,
+    def is_short(self) -> bool:
+        """Whether a searcher could not have all slots that were asked for, or MOST_SLOTS."""
+        given = self.config.generate.slots
+        budgets = (
+            self.budget(device, given or MOST_SLOTS[device.partition(":")[0]]) for device in self.placement.searchers
         )
-    if kind == "cpu":
-        # 6 operations a weight and token: 2 forward and 4 backward.
-        fit = min(fit, int(MICRO_BATCH_FLOP / (6 * model.num_parameters)))
-    return max(least, min(MOST_TOKENS[kind], fit))
+        return any(budget.used > budget.memory for budget in budgets)
+
+    def slots(self) -> int:
+        """As many responses as a searcher has memory for, at most MOST_SLOTS. Of several devices the one with the least
+        memory decides. Each budget is logged."""
+        found = []
+        for device in dict.fromkeys(self.placement.searchers):
+            budgets = [self.budget(device, slots) for slots in range(1, MOST_SLOTS[device.partition(":")[0]] + 1)]
+            fitting = [budget for budget in budgets if budget.used <= budget.memory]
+            if not fitting:
+                logger.warning(
+                    "one response on %s needs %s. It is tried with one; shorter prompts (task.max_prompt_tokens) or "
+                    "responses (generate.max_new_tokens) need less.",
+                    *(device, budgets[0]),
+                )
+            found.append(fitting[-1] if fitting else budgets[0])
+            logger.info("generate.slots on %s: %s.", device, found[-1])
+        return min(budget.slots for budget in found)
+
+    def check_slots(self, slots: int) -> None:
+        """Refuse a number of slots, given by the user, whose keys and values a device could never hold."""
+        for device in dict.fromkeys(self.placement.searchers if self.config.generate.engine == "native" else ()):
+            budget = self.budget(device, slots, memory=self.machine.bytes_of(device))
+            if self.keeps_pages(device):  # a response has a page at least; where there are no more, others wait
+                budget = replace(budget, positions=PAGE, prompts=1)
+            if budget.used > budget.memory:
+                most = max(1, slots * budget.memory // budget.used)
+                raise ConfigError(
+                    f"generate.slots={slots} does not fit on {device}: {budget}, which is all "
+                    f"that it has. Give at most {most}, or leave it out to have as many as there is memory for."
+                )
+
+    def keys_and_values(self) -> int:
+        """Most bytes of keys and values on the trainer's first device, with the slots that searchers have there."""
+        generate, device = self.config.generate, self.placement.trainer[0]
+        memory = self.kv_bytes(device)
+        if generate.engine == "native" and generate.slots is not None:
+            # In pages a slot is planned with half the longest response, but all may become that long.
+            memory = min(memory, 2 * self.budget(device, generate.slots).used)
+        return self.placement.num_searchers_on(device) * memory
+
+    def kept(self, keys_and_values: int) -> dict[str, int]:
+        """Bytes by part that the trainer and the searchers beside it keep on its first GPU, whatever the micro-batch; on a
+        CPU nothing is counted. `keys_and_values` are the bytes of all searchers there."""
+        config, model, placement = self.config, self.model, self.placement
+        device = placement.trainer[0]
+        if device == "cpu":
+            return {}
+        size, by_turns = model.weight_bytes, config.is_synchronous
+        weights = model.num_parameters * size
+        trained = 0 if config.model.lora is not None else model.num_parameters  # those of an adapter are few
+        masters = MASTER_BYTES if size < MASTER_BYTES else 0
+        moments = 0 if config.train.offload_optimizer else MOMENT_BYTES
+        # Where the roles take turns, the one searcher is part of the trainer's process, on its device.
+        ranks, searchers = len(placement.trainer), 1 if by_turns else placement.num_searchers_on(device)
+        resets = bool(config.reference.reset_every)
+        # A searcher has its engine and the reference; evaluations want the start model where the reference is reset.
+        copies = searchers * (3 if resets else 2) + (resets and config.replay.on_reference_reset != "drop")
+        if (
+            config.mode == "fixed_lag"
+        ):  # an engine that evaluates, the weights in use, and those that wait for their turn
+            copies += 1 + (1 + config.lag_steps if trained else 0)
+        if by_turns and not trained:
+            copies -= 1  # the reference is the trainer's own model without its adapter
+        published = 0 if by_turns else published_on_gpu(placement, trained * size, gpu=self.machine.bytes_of(device))
+        return {
+            "weights": weights // ranks,
+            "masters": masters * trained // ranks,
+            "gradients": GRADIENT_BYTES * trained // ranks,
+            "moments": moments * trained // ranks,
+            "engines and references": copies * weights,
+            "published weights": published * (2 if resets else 1),  # references have buffers of their own
+            "keys and values": keys_and_values,
+            "processes": (1 if by_turns else 1 + searchers) * PROCESS_BYTES,
+        }
+
+    def activations(self, kept: Mapping[str, int]) -> int:
+        """Bytes for the activations of one micro-batch. Its gradients need no room of their own: they come as these go."""
+        device = self.placement.trainer[0]
+        total = self.machine.bytes_of(device)
+        most = ACTIVATION_BYTES if device == "cpu" else int(self.part_of_gpu(device) * total)
+        return min(most, total - sum(kept.values()))
+
+    def tokens(self, keys_and_values: int) -> int:
+        """Number of tokens of a micro-batch that the memory for activations holds, between LEAST_TOKENS, or one context, and
+        MOST_TOKENS. What lies on a GPU is logged, with a warning where that is too much."""
+        model, device, parts = self.model, self.placement.trainer[0], self.kept(keys_and_values)
+        kind, least, activations = device.partition(":")[0], min(LEAST_TOKENS, model.context), self.activations(parts)
+        per_token = model.num_layers * (KEPT_PER_HIDDEN * model.hidden_size + KEPT_PER_INNER * model.inner_size)
+        fit = activations // (per_token * model.weight_bytes)
+        if kind == "cpu":
+            # 6 operations a weight and token: 2 forward and 4 backward.
+            fit = min(fit, int(MICRO_BATCH_FLOP / (6 * model.num_parameters)))
+        else:
+            memory = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items() if size)
+            total = self.machine.bytes_of(device) / 2**30
+            memory += f"; {activations / 2**30:.1f} for activations, of {total:.1f} GiB"
+            logger.info("memory of %s: %s.", device, memory)
+            if fit < least:
+                logger.warning(
+                    "%s may run out of memory: %s. Less is needed with model.lora, with train.offload_optimizer=true, with "
+                    "searchers on a GPU of their own (search.devices), or with a trainer on several (train.ranks).",
+                    *(device, memory),
+                )
+        return max(least, min(MOST_TOKENS[kind], fit))

@@ -29,7 +29,7 @@ from tba.runtime.connection import LocalRuntime
 from tba.runtime.counters import RoleCounters, SharedCounters
 from tba.runtime.processes import RoleDied
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.runtime.searcher_pool import local_starter
+from tba.runtime.searcher_pool import start_local
 from tba.searcher.loop import (
     SearchCounts,
     Searcher,
@@ -42,10 +42,8 @@ from tba.searcher.loop import (
 from tba.searcher.process import run_searcher
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
-from tba.tasks.task import Evaluator, Split, Task
-from tba.tasks.user_task import check_prompts
-from tba.trainer.gate import Gate, Interrupted
-from tba.trainer.loop import Trainer
+from tba.tasks.task import Evaluator, Split, Task, check_prompts
+from tba.trainer.loop import Gate, Interrupted, Trainer
 from tba.trainer.make_trainer import make_learner, make_trainer
 from tba.trainer.sharded import Ranks
 from tba.types import ResponseCounts
@@ -55,14 +53,9 @@ logger = logging.getLogger("tba")
 MAX_EMPTY_SEARCHES = 20
 """Number of searches in a row that may bring nothing to train on, where the roles take turns."""
 
-MakeRuntime = Callable[..., LocalRuntime]
-"""Makes the runtime of the trainer in this process, given what depends on its model."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunInputs:
-    """RunInputs(loaded=..., task=...)"""
-
     loaded: LoadedModel
     task: Task
 
@@ -72,8 +65,7 @@ class RunInputs:
 
 
 def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
-    """Load model and data: what can be wrong with them shows before a run folder exists. `trains` is False where they are
-    only evaluated."""
+    """Load model and data: what is wrong with them shows before a run folder exists. `trains` = not only evaluated."""
     loaded = load_model(config.model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded, trains=trains)
@@ -83,11 +75,6 @@ def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
         check_prompts(task, config.task, config.evaluate.split)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
-
-
-def make_prompt_queue(config: Config, task: Task) -> PromptQueue:
-    """The run's rollouts of the prompts of the train split."""
-    return PromptQueue(len(task.prompts("train")), seed=config.seed, shuffle=config.search.shuffle)
 
 
 def make_recorder(
@@ -113,11 +100,11 @@ def make_recorder(
 
 
 @contextmanager
-def runtimes(config: Config, host: Host, counters: SharedCounters, logs: Path) -> Iterator[MakeRuntime]:
-    """Maker of the trainer's runtime: its searchers are processes of this machine or, under runtime.kind=ray, actors of a
-    cluster, which this process joins."""
+def runtimes(config: Config, host: Host, counters: SharedCounters, logs: Path) -> Iterator[Callable[..., LocalRuntime]]:
+    """Maker of the trainer's runtime, given what depends on its model. Its searchers are processes of this machine or, under
+    runtime.kind=ray, actors of a cluster, which this process joins."""
     if config.runtime.kind == "local" or config.is_synchronous:
-        yield partial(LocalRuntime, config.runtime, counters, local_starter(config, logs))
+        yield partial(LocalRuntime, config.runtime, counters, partial(start_local, config, logs))
         return
     from tba.runtime.cluster import cluster
 
@@ -149,7 +136,7 @@ class Run:
         """Train to the end, or until Ctrl-C."""
         trainer, listener = self.trainer, self.listener
         self.interrupt.tell = self.recorder.stops
-        with self.interrupt:
+        with self.interrupt.active():
             listener.begins(trainer.step_index, self.recorder.past)
             if self.recorder.lacks_evaluation(trainer.step_index):
                 self.evaluate()
@@ -175,7 +162,7 @@ class Run:
             self.end()
 
     def step(self) -> None:
-        raise NotImplementedError
+        self.trainer.step()
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is, or ask for that."""
@@ -191,8 +178,7 @@ class Run:
 
 @dataclass
 class AsyncRun(Run):
-    """`mode=async`: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are asked for and
-    taken as they come."""
+    """`mode=async`: searchers in processes of their own, the trainer in this one, no barrier, not for evaluations either."""
 
     runtime: LocalRuntime
     has_evaluation_prompts: bool
@@ -205,22 +191,19 @@ class AsyncRun(Run):
         config: Config,
         folder: RunFolder,
         inputs: RunInputs,
-        make_runtime: MakeRuntime,
+        make_runtime: Callable[..., LocalRuntime],
         checkpoint: Path | None,
         ranks: Ranks,
         listener: RunListener,
     ) -> AsyncRun:
-        """Publish version 0, or that of the checkpoint to resume from, then start searchers. What was made before a part
-        fails is closed."""
+        """Publish version 0, or the checkpoint's, then start searchers. What was made before a part fails is closed."""
         with ExitStack() as undo:
             loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
             listener.model = adapt(loaded, config.model, seed=config.seed)
             weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
-            learner, counts, prompt_queue = (
-                make_learner(config, loaded, ranks),
-                ResponseCounts(),
-                make_prompt_queue(config, task),
-            )
+            learner, counts = make_learner(config, loaded, ranks), ResponseCounts()
+            num_prompts = len(task.prompts("train"))
+            prompt_queue = PromptQueue(num_prompts, seed=config.seed, shuffle=config.search.shuffle)
             published_bytes = sum(tensor.numel() for tensor in weights.tensors.values()) * loaded.model.dtype.itemsize
             placement = placement_of(config)
             gpu = 0 if placement.shared_weights_device == "cpu" else gpu_bytes(placement.shared_weights_device)
@@ -241,7 +224,7 @@ class AsyncRun(Run):
             gate = Gate(
                 config,
                 runtime.row,
-                len(task.prompts("train")),
+                num_prompts,
                 lambda: interrupt.asked or recorder.is_time_over,
                 progress=counters.searchers_progress,
                 heartbeats=counters.heartbeats,
@@ -274,9 +257,6 @@ class AsyncRun(Run):
             # Everything is made: from here on the run's own `close` ends it.
             undo.pop_all()
         return run
-
-    def step(self) -> None:
-        self.trainer.step()
 
     def evaluate(self) -> None:
         """Ask a searcher for an evaluation, which comes later."""
@@ -353,8 +333,7 @@ class SyncRun(Run):
         checkpoint: Path | None = None,
         listener: RunListener | None = None,
     ) -> SyncRun:
-        """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
-        to resume from, if there is one."""
+        """Build both roles around one model; engine and reference copy its weights as they are before a resume."""
         loaded, task = inputs.loaded, inputs.task
         # Before `adapt`: engine and reference take the model as it is without an adapter.
         engine = make_search_engine(config, loaded)
@@ -363,7 +342,8 @@ class SyncRun(Run):
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         listener = listener or RunListener()
         listener.model = adapt(loaded, config.model, seed=config.seed)
-        groups, prompt_queue, search_counts = LocalGroups(), make_prompt_queue(config, task), SearchCounts()
+        groups, search_counts = LocalGroups(), SearchCounts()
+        prompt_queue = PromptQueue(len(task.prompts("train")), seed=config.seed, shuffle=config.search.shuffle)
         searcher = make_searcher(
             config,
             loaded,
@@ -400,7 +380,7 @@ class SyncRun(Run):
         return cls(config, trainer, counters.trainer, Interrupt(), listener, searcher, evaluator, evaluation_engine)
 
     def step(self) -> None:
-        self.recorder.training_starts()  # generation is part of every step here
+        self.recorder.clock.start()  # generation is part of every step here
         self.row["step"], self.row["beats"] = self.trainer.step_index, self.row["beats"] + 1
         if not self.trainer.needs_batch:
             self.trainer.step()

@@ -46,8 +46,7 @@ INCARNATION = "tba/incarnation"
 
 @contextmanager
 def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
-    """The ranks of this trainer, which is rank 0. They have the same config and wait for its commands. They end with the
-    context."""
+    """The ranks of this trainer, which is rank 0. They wait for its commands, and end with the context."""
     if config.train.ranks == 1:
         yield ALONE
         return
@@ -56,8 +55,12 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
             f"train.ranks={config.train.ranks} needs torch.distributed for itself, and this process has a process group "
             "already: end it first (torch.distributed.destroy_process_group), or start the run with `tba train`."
         )
-    found = Torchrun.found()
-    with _torchrun_ranks(config, found) if found is not None else _own_ranks(config, logs) as ranks:
+    if (found := Torchrun.found()) is None:
+        meeting: AbstractContextManager[ConnectedRanks] = _own_ranks(config, logs)
+    else:
+        store = found.store()
+        meeting = _meeting(config, found, store, store.add(INCARNATION, 1))
+    with meeting as ranks:
         # The config as it is resolved here: every rank must make the same model and optimizer (`serve`).
         ranks.tell("begin", config=config.model_dump_json())
         try:
@@ -71,7 +74,6 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
 
 @contextmanager
 def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
-    """Ranks that are children of this process."""
     size, seconds = config.train.ranks, config.runtime.wait_seconds
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
@@ -99,7 +101,13 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
                 # `ranks_of` has sent them their last command: this waits until they are gone.
                 stop_all(processes, None, timeout_seconds=STOP_SECONDS)
         except RankLost as error:
-            raise RankLost(f"{error}{_ended(processes)}") from error
+            ended = [
+                f"\n{process.name} (process {process.pid}) has ended with status {process.status} (log: {process.log}, "
+                f"which ends with: {last_lines(process.log, 1).strip()})"
+                for process in processes
+                if process.wait(1.0) and process.status
+            ]
+            raise RankLost(f"{error}{''.join(ended)}") from error
         finally:
             for process in processes:
                 if process.alive:
@@ -108,7 +116,6 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
 
 
 def _device(config: Config, rank: int) -> str:
-    """Device of a rank on this machine."""
     devices = placement_of(config).trainer
     if devices[0] != "cpu" and torch.cuda.device_count() < config.train.ranks:
         raise ConfigError(
@@ -117,18 +124,7 @@ def _device(config: Config, rank: int) -> str:
     return devices[rank % len(devices)]
 
 
-def _ended(processes: list[RoleProcess]) -> str:
-    """Ranks that have ended by themselves, for an error message."""
-    dead = [process for process in processes if process.wait(1.0) and process.status]
-    return "".join(
-        f"\n{process.name} (process {process.pid}) has ended with status {process.status} (log: {process.log}, "
-        f"which ends with: {last_lines(process.log, 1).strip()})"
-        for process in dead
-    )
-
-
 def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_seconds: float) -> None:
-    """The target of a rank's process."""
     store, on = dist.FileStore(file, size), torch.device(device)
     with _on_loopback(), connected(store, rank=rank, size=size, device=on, wait_seconds=wait_seconds) as ranks:
         serve(ranks, device)
@@ -136,8 +132,7 @@ def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_s
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A rank that joins a process group in this context listens on the loopback device alone. The environment may be a
-    user's, who finds it as it was."""
+    """A rank that joins a process group in this context listens on the loopback device alone."""
     before = os.environ.get(GLOO_DEVICE)
     os.environ[GLOO_DEVICE] = "lo0" if sys.platform == "darwin" else "lo"
     try:
@@ -156,18 +151,15 @@ def serve(ranks: ConnectedRanks, device: str) -> None:
         if what == "end":
             return
         if what == "begin":
-            step = begin(Config.model_validate_json(values["config"]), ranks, device)
+            config = Config.model_validate_json(values["config"])
+            use_cpu(threads_of(config).trainer)
+            loaded = load_model(config.model.model_copy(update={"device": device}))
+            adapt(loaded, config.model, seed=config.seed)
+            made = make_train_step(config, loaded, ranks)
+            assert isinstance(made, ShardedTrainStep)
+            step = made
         elif step is not None:
             step.follow(what, values)
-
-
-def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainStep:
-    use_cpu(threads_of(config).trainer)
-    loaded = load_model(config.model.model_copy(update={"device": device}))
-    adapt(loaded, config.model, seed=config.seed)
-    step = make_train_step(config, loaded, ranks)
-    assert isinstance(step, ShardedTrainStep)
-    return step
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------------
@@ -187,21 +179,14 @@ def _meeting(
     )
 
 
-@contextmanager
-def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRanks]:
-    store = started.store()
-    with _meeting(config, started, store, store.add(INCARNATION, 1)) as ranks:
-        yield ranks
-
-
 def join_torchrun(started: Torchrun, config: Config) -> int:
     """Main function of a process that torchrun has started as a rank other than 0. It works for one trainer after the other,
     until one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for
     the checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
-    store, joined = started.store(), 0
-    with Interrupt() as interrupt:
+    store, joined, interrupt = started.store(), 0, Interrupt()
+    with interrupt.active():
         while not interrupt.asked:
-            # To add 0 is to read the number, which each new trainer raises by one (_torchrun_ranks).
+            # To add 0 is to read the number, which each new trainer raises by one (ranks_of).
             number = store.add(INCARNATION, 0)
             if number <= joined:
                 time.sleep(POLL_SECONDS)

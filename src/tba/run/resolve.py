@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +43,7 @@ import torch
 from tba.config import Config, Schedule
 from tba.objectives.objective import Objective
 from tba.objectives.registry import make_objective, reset_every_where_unset
-from tba.run.memory import (
-    Machine,
-    ModelShape,
-    check_slots,
-    is_short_of_memory,
-    keys_and_values_beside_trainer,
-    slots_for,
-    tokens_for,
-)
+from tba.run.memory import Machine, MemoryPlan, ModelShape
 from tba.tasks.registry import max_prompt_tokens
 
 FILLED = (
@@ -109,8 +102,12 @@ def resolve(
         # Three words of the story model after 180 s: .54 with one searcher on a CPU, .89 with two.
         c = _filled(c, "search.num_searchers", _num_searchers(c, model, machine))
         c = _with_memory(c, model, machine, longest_prompt, trains=trains)
-        # Twelve searchers on two cores without a limit: 74% of the responses left untrained.
-        c = _filled(c, "replay.max_lag", _lag_of_all_slots(c) if c.keeps_pace else None)
+        # Twelve searchers on two cores without a limit: 74% of the responses left untrained. With less, KV slots and reward
+        # workers would be left empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts).
+        judged = ((c.search.reward_workers or 1) - 1) * c.samples_generated_per_prompt
+        held = c.search.count * ((c.generate.slots or 0) + judged)
+        lag = 1 + c.spare_lag + math.ceil(held / c.train.responses_per_step)
+        c = _filled(c, "replay.max_lag", lag if c.keeps_pace else None)
     c = _filled(c, "replay.max_lag", c.lag_steps if c.mode == "fixed_lag" else None)
     make_objective(c)  # what was filled in must fit too
     return c
@@ -162,22 +159,13 @@ def _with_memory(
     """As many responses side by side, and tokens in a micro-batch, as the memory of the devices holds (memory.py)."""
     longest = max_prompt_tokens(config, model.context)
     # Looking at all prompts takes seconds where they are made when they are asked for.
-    if longest_prompt is not None and is_short_of_memory(config, model, machine, longest_prompt=longest):
+    if longest_prompt is not None and MemoryPlan(config, model, machine, longest).is_short:
         longest = longest_prompt()
+    plan = MemoryPlan(config, model, machine, longest)
     if config.generate.slots is None:
-        config = _filled(config, "generate.slots", slots_for(config, model, machine, longest_prompt=longest))
+        plan = replace(plan, config=_filled(config, "generate.slots", plan.slots()))
     else:
-        check_slots(config, model, machine, longest_prompt=longest)
+        plan.check_slots(config.generate.slots)
     if not trains or config.train.tokens_per_micro_batch is not None:
-        return config
-    beside = keys_and_values_beside_trainer(config, model, machine, longest_prompt=longest)
-    return _filled(config, "train.tokens_per_micro_batch", tokens_for(config, model, machine, keys_and_values=beside))
-
-
-def _lag_of_all_slots(config: Config) -> int:
-    """1 + spare_lag + the optimizer steps that all KV slots, and search.reward_workers beyond one, hold the responses of:
-    less would leave them empty. Where a slow searcher holds up the others, they may go as far (PacedRollouts)."""
-    count = config.search.count
-    judged = count * ((config.search.reward_workers or 1) - 1) * config.samples_generated_per_prompt
-    held = count * (config.generate.slots or 0) + judged
-    return 1 + config.spare_lag + math.ceil(held / config.train.responses_per_step)
+        return plan.config
+    return _filled(plan.config, "train.tokens_per_micro_batch", plan.tokens(plan.keys_and_values()))

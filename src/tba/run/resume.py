@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import read_summary
@@ -15,6 +13,7 @@ from tba.observe.run_folder import RunFolder
 from tba.replay.database import check_stored
 from tba.run.checks import before_collapse
 from tba.run.resolve import FILLED
+from tba.run.study import flatten
 from tba.trainer.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
 
 logger = logging.getLogger("tba")
@@ -25,13 +24,14 @@ class RunFinished(ValueError):
 
 
 MAY_CHANGE = (
-    *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
+    *("name", "output", "overwrite", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
     "search.num_searchers",  # as `tba scale` changes them while a run goes on
     *("search.reward_timeout_seconds", "search.reward_workers"),
     "search.reward_environment",
 )
-"""Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
+MAY_CHANGE_SECTIONS = ("runtime.", "observe.")
+"""Settings, and whole sections, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
 
 
@@ -40,15 +40,21 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     also on another machine. A ConfigError names the settings that differ and may not."""
     stored = load_config(folder.config)
     if stored.objective.name == config.objective.name:
-        config = _with_stored(config, stored)
-    asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
+        for section in dict.fromkeys(key.partition(".")[0] for key in FILLED):
+            given, values = getattr(config, section), getattr(stored, section)
+            keys = [name for place, _, name in (key.partition(".") for key in FILLED) if place == section]
+            missing = {name: getattr(values, name) for name in keys if getattr(given, name) is None}
+            if section == "objective":
+                missing |= {name: value for name, value in values.settings.items() if name not in given.settings}
+            config = config.model_copy(update={section: given.model_copy(update=missing)})
+    asked, before = flatten(config.model_dump(mode="json")), flatten(stored.model_dump(mode="json"))
     if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
         # A larger number is allowed: it is taken out of the comparison.
         asked["train.max_steps"] = before["train.max_steps"]
     differing = [
         f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"
         for key in sorted(asked.keys() | before.keys())
-        if asked.get(key) != before.get(key) and not _may_change(key)
+        if asked.get(key) != before.get(key) and key not in MAY_CHANGE and not key.startswith(MAY_CHANGE_SECTIONS)
     ]
     if differing:
         raise ConfigError(
@@ -58,25 +64,25 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     return config
 
 
-def _with_stored(config: Config, stored: Config) -> Config:
-    """The config with the stored values of what resolve fills, where it gives none, and of the objective's own settings."""
-    found = config
-    for section in dict.fromkeys(key.partition(".")[0] for key in FILLED):
-        given, before = getattr(config, section), getattr(stored, section)
-        keys = [name for place, _, name in (key.partition(".") for key in FILLED) if place == section]
-        missing = {name: getattr(before, name) for name in keys if getattr(given, name) is None}
-        if section == "objective":
-            missing |= {name: value for name, value in before.settings.items() if name not in given.settings}
-        found = found.model_copy(update={section: given.model_copy(update=missing)})
-    return found
-
-
 def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path | None:
     """The newest whole checkpoint, or the one that was named; None = the run died before it had one, and begins again.
     Refuses a run that is finished."""
+    summary = read_summary(folder) or {}
     path = find_checkpoint(folder) if resume is True else _named(folder, Path(str(resume)))
     if path is None:
-        _warn_of_beginning_again(folder, config)
+        # The checkpoints of a run that finished were removed, or it had none (train.keep_checkpoints=0).
+        if summary.get("outcome") == "finished":
+            raise FileNotFoundError(
+                f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true "
+                "replaces the folder), and set train.checkpoint_every for checkpoints before the end."
+            )
+        is_stored = not config.is_synchronous and config.replay.durability != "off"
+        kept_groups = " What it generated is kept and trained on." if is_stored else ""
+        advice = "" if config.train.checkpoint_every else " Set train.checkpoint_every for checkpoints before the end."
+        logger.warning(
+            "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s%s",
+            *(folder.path, kept_groups, advice),
+        )
         return None
     step = _step_of(path)
     if resume is True and (found := before_collapse(folder, path)) is not None:
@@ -87,10 +93,12 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             "observe.on_collapse=rollback",
             *(folder.path, since, step, kept),
         )
-    summary = read_summary(folder) or {}
     steps, seconds = summary.get("steps", 0), summary.get("seconds", 0.0)
     seconds = seconds if step >= steps > 0 else 0.0  # an earlier checkpoint has used less
-    if config.progress_at(step, seconds) >= 1.0 and _is_complete(folder, step):
+    # A run that was killed at its very end, failed there, or never got its last evaluation goes on from there.
+    evaluated = summary.get("final_step")
+    is_complete = summary.get("outcome") == "finished" and (evaluated is None or evaluated >= step)
+    if is_complete and config.progress_at(step, seconds) >= 1.0:
         limit, used = ("max_steps", step) if config.progress_at(step) >= 1.0 else ("max_seconds", seconds)
         raise RunFinished(
             f"{folder.path} is finished: {limit.removeprefix('max_').removesuffix('s')} {used:g} of "
@@ -115,37 +123,6 @@ def _step_of(checkpoint: Path) -> int:
     return json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["step"]
 
 
-def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
-    # The checkpoints of a run that finished were removed, or it had none (train.keep_checkpoints=0).
-    if (read_summary(folder) or {}).get("outcome") == "finished":
-        raise FileNotFoundError(
-            f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces "
-            "the folder), and set train.checkpoint_every for checkpoints before the end."
-        )
-    kept = (
-        ""
-        if config.is_synchronous or config.replay.durability == "off"
-        else " What it generated is kept and trained on."
-    )
-    advice = "" if config.train.checkpoint_every else " Set train.checkpoint_every for checkpoints before the end."
-    logger.warning(
-        "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s%s",
-        folder.path,
-        kept,
-        advice,
-    )
-
-
-def _is_complete(folder: RunFolder, step: int) -> bool:
-    """Whether nothing is left to do after the last step. A run that was killed at its very end, failed there, or never got
-    its last evaluation goes on from there."""
-    summary = read_summary(folder)
-    if summary is None or summary["outcome"] != "finished":
-        return False
-    evaluated = summary.get("final_step")
-    return evaluated is None or evaluated >= step
-
-
 def _named(folder: RunFolder, path: Path) -> Path:
     whole = {found.resolve() for _, found in folder.resumable()}
     if path.resolve() not in whole:
@@ -153,18 +130,3 @@ def _named(folder: RunFolder, path: Path) -> Path:
         raise FileNotFoundError(f"{path} is no whole checkpoint of {folder.path} with a state; it has {names}.")
     check_manifest(path)
     return path
-
-
-def _may_change(key: str) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"max_steps": 5}} -> {"train.max_steps": 5}"""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

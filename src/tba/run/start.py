@@ -82,12 +82,10 @@ def train(
         )
     keep_earlier = keep_earlier and not config.overwrite
     check_before_loading(config, resume=bool(resume), keep_earlier=keep_earlier)
-    folder = RunFolder(config.run_folder)
+    folder, listener = RunFolder(config.run_folder), listener or RunListener()
     folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
     try:
-        return _load_and_train(
-            config, folder, resume, accept_lost_replay, keep_earlier, host, listener or RunListener()
-        )
+        return _load_and_train(config, folder, resume, accept_lost_replay, keep_earlier, host, listener)
     finally:
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
             folder.release()
@@ -114,11 +112,10 @@ def _load_and_train(
     make_objective(config)  # refuses senseless combinations before a model loads
     if host is None:
         start_mps(config)  # before anything touches the GPU
+        if not config.is_synchronous:
+            prepare_roles()  # early, so that the roles' imports run beside the loading of the model
     else:
         lower_mps_priority(config)  # this process is the trainer's alone
-    # Early, so that the roles' imports run beside the loading of the model.
-    if host is None and not config.is_synchronous:
-        prepare_roles()
     check_devices(config)
     if config.observe.progress:
         adapter = is_adapter(Path(config.model.path))
@@ -190,7 +187,16 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
             if isinstance(error, WaitedTooLong) and isinstance(run, AsyncRun):
                 # While the searchers still live: their stacks show where they stand still.
                 run.runtime.pool.show_stacks()
-            save_and_report(run, error)
+            # It leaves what it has: weights, where they are sound, and a summary of how it ended.
+            at_once, collapsed = not isinstance(error, Exception), isinstance(error, Collapsed)  # asked to end twice
+            step = run.trainer.step_index
+            try:
+                if not at_once and not collapsed and step > 0 and run.trainer.weights_are_consistent:
+                    run.trainer.checkpoints.save(step)
+            except Exception as lost:  # logged only: it must not hide the error that ended the run
+                logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
+            shown = None if at_once else error
+            run.recorder.finish("collapsed" if collapsed else "interrupted" if at_once else "failed", shown)
             raise
         if run.interrupt.asked:
             run.trainer.checkpoints.save(run.trainer.step_index)
@@ -206,7 +212,7 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
             run.close()
     run.listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
-        run.recorder.failures.report_lost()
+        run.recorder.failures.raise_lost(interrupted=True)
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
@@ -215,21 +221,8 @@ def _run(run: SyncRun | AsyncRun, imported: Sequence[TrajectoryGroup]) -> dict[s
     return summary
 
 
-def save_and_report(run: AsyncRun | SyncRun, error: BaseException) -> None:
-    """A run that ends by an error leaves what it has: weights, where they are sound, and a summary of how it ended."""
-    asked, collapsed = not isinstance(error, Exception), isinstance(error, Collapsed)  # asked twice: at once, unsaved
-    step = run.trainer.step_index
-    try:
-        if not asked and not collapsed and step > 0 and run.trainer.weights_are_consistent:
-            run.trainer.checkpoints.save(step)
-    except Exception as lost:  # logged only: it must not hide the error that ended the run
-        logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
-    run.recorder.finish("collapsed" if collapsed else "interrupted" if asked else "failed", None if asked else error)
-
-
 def is_retryable(error: RuntimeError) -> bool:
-    """Whether a new trainer may not meet an error again: the GPU failed, and with it everything that lay on it, or a rank
-    is gone."""
+    """Whether a new trainer may not meet an error again: the GPU failed, or a rank is gone."""
     lost = isinstance(error, (RankLost, *filter(None, [getattr(torch, "AcceleratorError", None)])))
     return lost or "CUDA error" in str(error)
 
@@ -249,24 +242,25 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
     return {"adapter": str(path), "base": base_of(path), "model": str(output)}
 
 
-def load_scorer(config: ModelConfig) -> Scorer:
-    loaded = load_model(config)
-    return make_scorer(loaded.model, max_length=loaded.context)
-
-
 def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses | None = None) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, or the one that is named, with the run's own settings, or any model with the
     defaults, on the task that is given or its own; see `evaluate`."""
     if any(override.startswith("model.path=") for override in overrides):
         raise ConfigError(f"model.path cannot be set here: the model is {target}. Give another one in its place.")
-    task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
+    task, path, folder = task_to_evaluate(target, overrides), Path(target), run_of(target)
+    start: Callable[[], Scorer] | None = None
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
         if not folder.config.stat().st_size:  # the defaults would be another task
             raise ConfigError(f"{folder.config} is empty: copy it again, or evaluate {weights} elsewhere with --task.")
         config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
-        start = partial(load_scorer, load_config(folder.config, overrides).model)
+        model = load_config(folder.config, overrides).model
+
+        def start() -> Scorer:
+            loaded = load_model(model)
+            return make_scorer(loaded.model, max_length=loaded.context)
+
     else:
         own = [] if task is None else [f"task.name={task}"]
         config = load_config(None, [*overrides, *own, f"model.path={target}"])
@@ -276,8 +270,7 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
 def evaluate(
     config: Config, *, start: Callable[[], Scorer] | None = None, keep: KeepResponses | None = None
 ) -> dict[str, float]:
-    """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured.
-    `keep` is given all responses."""
+    """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; `keep` is given all responses."""
     check_inputs(config)
     use_cpu(threads_alone(config))
     check_devices(config)

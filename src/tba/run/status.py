@@ -34,11 +34,9 @@ class StatusWriter:
     """Writes the state of the roles to status.json once a second, and passes requests from control.json to the trainer."""
 
     def __init__(self, folder: RunFolder, counters: SharedCounters) -> None:
-        self._folder = folder
+        self._folder, self._counters = folder, counters
         self._config_before = _state_of(folder.config)
-        self._counters = counters
-        self._failures = WriteFailures()
-        self._started = time.monotonic()
+        self._failures, self._started = WriteFailures(), time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
         """State of each role and its start, by a clock that is never set."""
         self._looked, self._replaced = 0.0, 0.0
@@ -67,10 +65,8 @@ class StatusWriter:
             return
         # A trainer that was killed has written no summary.
         if self.exit_status and read_summary(self._folder) is None:
-            message = (
-                f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
-            )
-            report_failure(self._folder, RuntimeError(message))
+            how = f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
+            report_failure(self._folder, RuntimeError(how))
         self.write(ended=True)
 
     def write(self, *, ended: bool = False) -> None:
@@ -78,13 +74,11 @@ class StatusWriter:
         outcome = (read_summary(self._folder) or {}) if ended else {}
         roles = []
         for role in self._counters.statuses():
-            doing, since = self._since.get(role.name, ("", clock))
             does = role.doing.partition(":")[0]  # without how much of it is done
-            if does != doing:
-                since = clock
-                self._since[role.name] = (does, since)
+            if self._since.get(role.name, (None, clock))[0] != does:
+                self._since[role.name] = (does, clock)
             # By a clock that is never set, and only then as a time of day.
-            roles.append({**vars(role), "since": now - (clock - since)})
+            roles.append({**vars(role), "since": now - (clock - self._since[role.name][1])})
         status = {
             "step": int(self._counters.trainer["step"]),
             "time": now,
@@ -123,14 +117,32 @@ def searchers_asked(control: Path) -> int | None:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """The last status of a run, with `alive`, `age` in seconds, `max_steps`, the last `reward`, `seconds_left` at the
-    pace so far (None = not known), and of one that has ended `outcome` and `error`."""
+    """The last status of a run, with `alive` (None = that cannot be seen from this host), `age` in seconds, `max_steps`, the
+    last `reward`, `seconds_left` at the pace so far (None = not known), and of one that has ended `outcome` and `error`."""
     folder = RunFolder(run)
     if not folder.status.is_file():
         what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
         raise FileNotFoundError(f"{run} {what}: give the folder of a run, for example runs/NAME.")
-    status = _whole_status(folder.status)
-    alive, summary = _is_alive(status), read_summary(folder) or {}
+    needed = {"host": str, "pid": int, "pid_started": object, "step": int, "time": int | float, "roles": list}
+    of_role = {"name", "doing", "since", "responses_per_second"}
+    try:
+        status = json.loads(folder.status.read_text(encoding="utf-8"))
+        is_whole = all(isinstance(status[name], kind) for name, kind in needed.items())
+        is_whole = is_whole and all(isinstance(role, dict) and role.keys() >= of_role for role in status["roles"])
+        is_whole = is_whole and math.isfinite(status["time"]) and isinstance(status.get("started", 0.0), int | float)
+        why = "" if is_whole else "a value is of another type"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        raise ValueError(
+            f"{folder.status} is damaged ({why}): a run that goes on writes it again within a second. Look at the logs."
+        )
+    alive: bool | None = False
+    if not status.get("ended"):
+        started = start_of(status["pid"])
+        alive = started is not None and started == status["pid_started"]
+        alive = alive if status["host"] == socket.gethostname() else None
+    summary = read_summary(folder) or {}
     # While it lives, a summary says only that the last evaluation is still to come.
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
     age = max(0.0, time.time() - status["time"])  # the clock may have been set back
@@ -143,34 +155,6 @@ def read_status(run: Path) -> dict[str, Any]:
         left.append(max(0.0, train.max_seconds - last["seconds"]))
     found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": min(left, default=None)}
     return {**status, **found, "alive": alive, "age": age, **ended}
-
-
-def _whole_status(path: Path) -> dict[str, Any]:
-    """Content of a status.json with what every run writes into it."""
-    needed = {"host": str, "pid": int, "pid_started": object, "step": int, "time": int | float, "roles": list}
-    of_role = {"name", "doing", "since", "responses_per_second"}
-    try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-        is_whole = all(isinstance(status[name], kind) for name, kind in needed.items())
-        roles = is_whole and all(isinstance(role, dict) and role.keys() >= of_role for role in status["roles"])
-        if roles and math.isfinite(status["time"]) and isinstance(status.get("started", 0.0), int | float):
-            return dict(status)
-        why = "a value is of another type"
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = f"{type(error).__name__}: {error}"
-    raise ValueError(
-        f"{path} is damaged ({why}): a run that goes on writes it again within a second. Look at the logs."
-    )
-
-
-def _is_alive(status: dict[str, Any]) -> bool | None:
-    """Whether the run's process lives; None where that cannot be seen from this host."""
-    if status.get("ended"):
-        return False
-    if status["host"] != socket.gethostname():
-        return None
-    started = start_of(status["pid"])
-    return started is not None and started == status["pid_started"]
 
 
 def start_of(pid: Any) -> str | None:
@@ -192,7 +176,6 @@ def start_of(pid: Any) -> str | None:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """A status as lines for the terminal."""
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
     step = f"step {status['step']}" + (f" of {status['max_steps']}" if status["max_steps"] else "")

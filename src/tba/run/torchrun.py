@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba.config import Config, ConfigError
 
@@ -33,18 +33,16 @@ class Torchrun:
         # A single process under torchrun is a run like any other: it has no other ranks.
         if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE", "1") == "1":
             return None
-        numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-        if wrong := [f"{name}={text!r}" for name, text in numbers.items() if not text.isdecimal()]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        texts = {name: environment.get(name, "") for name in names}
+        if wrong := [f"{name}={text!r}" for name, text in texts.items() if not text.isdecimal()]:
             raise ConfigError(
                 f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {', '.join(wrong)} is no number: start the command by "
                 "torchrun, or unset TORCHELASTIC_RUN_ID."
             )
-        return cls(
-            rank=int(numbers["RANK"]),
-            size=int(numbers["WORLD_SIZE"]),
-            local_rank=int(numbers["LOCAL_RANK"]),
-            address=(environment.get("MASTER_ADDR", "localhost"), int(numbers["MASTER_PORT"])),
-        )
+        rank, size, local_rank, port = (int(texts[name]) for name in names)
+        address = (environment.get("MASTER_ADDR", "localhost"), port)
+        return cls(rank=rank, size=size, local_rank=local_rank, address=address)
 
     def device(self, config: Config) -> str:
         """Device of this rank: the GPU with its number on its machine, where it has any."""
@@ -71,5 +69,4 @@ def with_torchrun(config: Config, started: Torchrun | None) -> Config:
             f"train.ranks={config.train.ranks}, but torchrun has started {started.size} processes: leave train.ranks unset, "
             f"start as many with --nproc-per-node, or resume a run of another number with train.ranks={started.size}."
         )
-    values: dict[str, Any] = {"ranks": started.size}
-    return config.model_copy(update={"train": config.train.model_copy(update=values)})
+    return config.model_copy(update={"train": config.train.model_copy(update={"ranks": started.size})})

@@ -1,8 +1,4 @@
-"""The interfaces between roles, their implementations within one process, and the one way to wait. The loops know nothing
-else of the runtime. The other role may be in this process, in another one or on another host.
-
-connection.py implements them for a trainer and searchers in processes of their own.
-"""
+"""The interfaces between roles, with those within one process (others: connection.py), and the one way to wait."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tba.runtime.counters import WAITS, RoleCounters, Wait
-from tba.runtime.deadlines import Idleness, Waiting
+from tba.runtime.deadlines import Idleness
 
 logger = logging.getLogger("tba")
 
@@ -25,6 +21,8 @@ POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
 WARN_AFTER_SECONDS = 45.0
 """Time without progress after which a wait is reported."""
+MOST_NAMED = 8
+"""Roles whose last heartbeat an error names."""
 
 
 class GroupSender(Protocol):
@@ -114,36 +112,54 @@ def wait_until(
     name: Wait,
     row: RoleCounters,
     deadline_seconds: float,
-    waiting: Waiting,
+    waiter: str,
+    awaited: str,
     explain: Callable[[], str],
     progress: Callable[[], float] = lambda: 0.0,
+    heartbeats: Callable[[], Mapping[str, float]] | None = None,
 ) -> float:
-    """Poll until ready; returns the seconds waited. When the deadline passes, the error has what `explain` says is lacking
-    and what `waiting` says of who waits for whom.
+    """Poll until ready; returns the seconds waited. When the deadline passes, the error says what `explain` finds
+    lacking, that `waiter` waited for `awaited`, and when each awaited role gave its last sign of life.
 
-    The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
-    this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been. A wait in which
-    nothing has moved for WARN_AFTER_SECONDS is reported once, long before its deadline.
+    The deadline, runtime.wait_seconds, counts only while `progress`, a number that changes while the awaited role works,
+    stays the same, and while this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had
+    been. `heartbeats` has for each awaited role a number that changes while it lives, 0 = it has shown no sign yet; None =
+    `progress` is that number.
     """
     # Nothing is written to the row without a wait: every group that is sent or stored comes by here.
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
-    idleness, told = Idleness(), False
+    idleness, warned, ages = Idleness(), False, dict[str, Idleness]()
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
             # Heartbeats are looked at with every poll: an Idleness counts little of the time between two distant looks.
-            waiting.look()
+            for role, beats in ({awaited: progress()} if heartbeats is None else heartbeats()).items():
+                ages.setdefault(role, Idleness()).look(beats)
             idle = idleness.look(progress())
-            if idle > WARN_AFTER_SECONDS and not told:
-                told = True
+            if idle > WARN_AFTER_SECONDS and not warned:
+                warned = True
                 logger.warning("nothing has moved for %d s: %s.", idle, explain())
             if idle > deadline_seconds:
-                raise WaitedTooLong(waiting.overdue(explain(), name=name, seconds=deadline_seconds))
+                raise WaitedTooLong(
+                    f"{explain()} ({name}: {waiter} waited for {awaited}, and nothing moved for "
+                    f"runtime.wait_seconds={deadline_seconds:g} s; last heartbeat: {_last_heartbeats(ages)})"
+                )
             time.sleep(POLL_SECONDS)
     finally:
         seconds = time.monotonic() - started
         row["wait"] = outer  # groups may be taken in, and that may wait, while the trainer waits for them
         row["wait_seconds"] += seconds
     return seconds
+
+
+def _last_heartbeats(ages: Mapping[str, Idleness]) -> str:
+    """Of those that have been silent longest: searcher-1 more than 300.0 s ago, searcher-0 0.1 s ago"""
+    found = []
+    for role, age in sorted(ages.items(), key=lambda item: -item[1].seconds)[:MOST_NAMED]:
+        # The last one came before the first look, where none has been seen to come.
+        seconds = f"{'' if age.changed else 'more than '}{age.seconds:.1f} s ago"
+        found.append(f"{role} {seconds if age.seen else 'none yet'}")
+    more = f" and {len(ages) - MOST_NAMED} more" if len(ages) > MOST_NAMED else ""
+    return ", ".join(found) + more or "no process is there to show one"

@@ -1,8 +1,7 @@
 """The responses of a group as columns: one array, or list, per field instead of an object per response.
 
-A searcher packs a group once, when it is complete. So it is sent, taken into the buffer and written to disk; of 128 short
-responses each of these takes a tenth of the time that 256 small objects and 640 small arrays would take. For code that
-needs single responses, columns are a sequence of trajectories like any other. A trajectory is made when it is asked for.
+A searcher packs a group once. So it is sent, taken into the buffer and written to disk, each in a tenth of the time that
+small objects would take. Columns are also a sequence of trajectories, each made when it is asked for.
 
 Axis letters: R responses of a group, C reward components, N tokens of responses end to end.
 
@@ -13,11 +12,9 @@ In the durable replay a group is bytes, its payload, with every field of a Traje
     H bytes       header: ASCII JSON
     the rest      arrays end to end, in the order of ARRAYS; every number is little-endian
 
-The header holds `id`, `searcher`, `lost`, `rollout`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
-as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names
-of their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple
-becomes a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and
-named in `left_out`; the task has them under the prompt's id.
+The header holds `id`, `searcher`, `lost`, `rollout`, the prompt and, as lists with an entry per response, the other fields;
+`tokens` are the lengths of the responses and `rewards` the names of their reward components. Values of a prompt's columns
+come back as JSON holds them. Columns that JSON cannot hold (an image, say) are named in `left_out`; the task has them.
 """
 
 from __future__ import annotations
@@ -47,8 +44,7 @@ ARRAYS: dict[str, np.dtype[Any]] = {
     "step_values": np.dtype("<f4"),
     "loss_mask": np.dtype(np.bool_),
 }
-"""Arrays of a payload: token ids of the prompt; reward components, response after response; the columns of all responses'
-tokens, of which step_values are there only for responses that have them."""
+"""step_values are there only for responses that have them."""
 LISTS = {
     "prompt_id": "prompt_ids",
     "sample_index": "sample_indices",
@@ -57,15 +53,11 @@ LISTS = {
     "reference_version": "reference_versions",
     "has_step_values": "has_step_values",
 }
-"""Fields of ResponseColumns that are lists, by their key in the header."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResponseColumns(Sequence[Trajectory]):
-    """R responses with N tokens in all. Lists have an entry per response, arrays of N lie end to end.
-
-    `pack_responses` makes them from trajectories, `decode` from the bytes of a stored group.
-    """
+    """R responses with N tokens in all. Lists have an entry per response, arrays of N lie end to end."""
 
     prompt_ids: list[str]
     sample_indices: list[int]
@@ -81,21 +73,16 @@ class ResponseColumns(Sequence[Trajectory]):
     rewards: np.ndarray
     """Values of the reward components, response after response, float64."""
     token_ids: np.ndarray
-    """int32 [N], as all that follow."""
+    """int32 [N]; log-probs are float32 [N], loss_mask bool [N]."""
     behaviour: np.ndarray
-    """float32."""
     policy: np.ndarray
-    """float32."""
     log_ref: np.ndarray
-    """float32."""
     loss_mask: np.ndarray
-    """bool."""
     has_step_values: list[bool]
     step_values: np.ndarray
     """float32, of the tokens of those responses that have them."""
 
     def __len__(self) -> int:
-        """Number of responses."""
         return len(self.lengths)
 
     @overload
@@ -114,44 +101,34 @@ class ResponseColumns(Sequence[Trajectory]):
         values = pairwise(accumulate(with_values, initial=0))
         rewards = pairwise(accumulate(map(len, self.reward_names), initial=0))
         for response, (own, own_values, own_rewards) in enumerate(zip(tokens, values, rewards)):
-            yield self._trajectory(response, slice(*own), slice(*own_values), slice(*own_rewards))
-
-    def _trajectory(self, response: int, tokens: slice, values: slice, rewards: slice) -> Trajectory:
-        completion = Completion(
-            prompt_id=self.prompt_ids[response],
-            sample_index=self.sample_indices[response],
-            token_ids=self.token_ids[tokens],
-            behaviour_log_probs=self.behaviour[tokens],
-            policy_log_probs=self.policy[tokens],
-            version_spans=self.version_spans[response],
-            finish=self.finishes[response],
-            num_prefix_tokens=self.num_prefix_tokens[response],
-        )
-        return Trajectory(
-            completion=completion,
-            rewards=dict(zip(self.reward_names[response], self.rewards[rewards].tolist())),
-            log_ref=self.log_ref[tokens],
-            reference_version=self.reference_versions[response],
-            loss_mask=self.loss_mask[tokens],
-            step_values=self.step_values[values] if self.has_step_values[response] else None,
-        )
+            at = slice(*own)
+            completion = Completion(
+                prompt_id=self.prompt_ids[response],
+                sample_index=self.sample_indices[response],
+                token_ids=self.token_ids[at],
+                behaviour_log_probs=self.behaviour[at],
+                policy_log_probs=self.policy[at],
+                version_spans=self.version_spans[response],
+                finish=self.finishes[response],
+                num_prefix_tokens=self.num_prefix_tokens[response],
+            )
+            yield Trajectory(
+                completion=completion,
+                rewards=dict(zip(self.reward_names[response], self.rewards[slice(*own_rewards)].tolist())),
+                log_ref=self.log_ref[at],
+                reference_version=self.reference_versions[response],
+                loss_mask=self.loss_mask[at],
+                step_values=self.step_values[slice(*own_values)] if self.has_step_values[response] else None,
+            )
 
     @property
     def starts(self) -> np.ndarray:
-        """Where the tokens of each response begin, int64 [R]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def components(self, names: Sequence[str]) -> np.ndarray:
         """Reward components by name, float64 [R, C], NaN where they are not applicable or a response has none of a name."""
-        # Where all responses have the same components, their values are a table already; the rest is for mixed groups.
-        distinct = set(self.reward_names)
-        if len(distinct) == 1:
-            (own,) = distinct
-            known = self.rewards.reshape(len(self), len(own))
-            if own == tuple(names):
-                return known
-            missing = np.full(len(self), np.nan)
-            return np.stack([known[:, own.index(n)] if n in own else missing for n in names], axis=1)
+        if set(self.reward_names) == {tuple(names)}:  # the values are a table already
+            return self.rewards.reshape(len(self), len(names))
         own_rewards = pairwise(accumulate(map(len, self.reward_names), initial=0))
         found = [dict(zip(own, self.rewards[slice(*ends)])) for own, ends in zip(self.reward_names, own_rewards)]
         return np.array([[own.get(name, np.nan) for name in names] for own in found], np.float64).reshape(
@@ -159,12 +136,10 @@ class ResponseColumns(Sequence[Trajectory]):
         )
 
     def combined_rewards(self, weights: Mapping[str, float]) -> list[float]:
-        """`types.combined_reward` of each response."""
         return total_reward(list(self.components(list(weights)).T), list(weights.values())).tolist()
 
 
 def columns_of(group: TrajectoryGroup) -> ResponseColumns:
-    """The responses of a group as columns, packed now unless they are already."""
     responses = group.trajectories
     return responses if isinstance(responses, ResponseColumns) else pack_responses(responses, group.id)
 
@@ -173,16 +148,28 @@ def pack_responses(trajectories: Sequence[Trajectory], group_id: str) -> Respons
     """The columns of trajectories, whose arrays are checked to be as long as their tokens; the id is for the error."""
     completions = [trajectory.completion for trajectory in trajectories]
     for trajectory in trajectories:
-        _check_lengths(trajectory, group_id)
+        own, count = trajectory.completion, len(trajectory.completion.token_ids)
+        columns = (trajectory.loss_mask, trajectory.log_ref, own.behaviour_log_probs, own.policy_log_probs)
+        if any(len(column) != count for column in columns):
+            raise ValueError(
+                f"group {group_id}: sample {own.sample_index} has {count} tokens, but loss_mask, log_ref, behaviour and "
+                f"policy log-probs of {[len(column) for column in columns]}: they must be as many."
+            )
+        if trajectory.step_values is not None and len(trajectory.step_values) != count:
+            raise ValueError(
+                f"group {group_id}: sample {own.sample_index} has {count} tokens, but Monte-Carlo values of "
+                f"{len(trajectory.step_values)}: they must be as many."
+            )
     values = [trajectory.step_values for trajectory in trajectories]
     names: dict[tuple[str, ...], tuple[str, ...]] = {}
+    plain_spans = (tuple((int(first), int(version)) for first, version in own.version_spans) for own in completions)
     spans: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
     return ResponseColumns(
         prompt_ids=[completion.prompt_id for completion in completions],
         sample_indices=[int(completion.sample_index) for completion in completions],
         lengths=np.array([len(completion.token_ids) for completion in completions], np.int64),
         # Equal tuples become one: pickle then writes it once.
-        version_spans=[spans.setdefault(own, own) for own in map(_plain_spans, completions)],
+        version_spans=[spans.setdefault(own, own) for own in plain_spans],
         versions=np.array([completion.version for completion in completions], np.int64),
         finishes=[completion.finish for completion in completions],
         num_prefix_tokens=[int(completion.num_prefix_tokens) for completion in completions],
@@ -199,52 +186,32 @@ def pack_responses(trajectories: Sequence[Trajectory], group_id: str) -> Respons
     )
 
 
-def _plain_spans(completion: Completion) -> tuple[tuple[int, int], ...]:
-    return tuple((int(first), int(version)) for first, version in completion.version_spans)
-
-
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
-
-
-def _check_lengths(trajectory: Trajectory, group_id: str) -> None:
-    completion = trajectory.completion
-    columns = (trajectory.loss_mask, trajectory.log_ref, completion.behaviour_log_probs, completion.policy_log_probs)
-    lengths = [len(column) for column in columns]
-    num_tokens = len(completion.token_ids)
-    if lengths != [num_tokens] * len(columns):
-        raise ValueError(
-            f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but loss_mask, log_ref, "
-            f"behaviour and policy log-probs of {lengths}: they must be as many."
-        )
-    if trajectory.step_values is not None and len(trajectory.step_values) != num_tokens:
-        raise ValueError(
-            f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but Monte-Carlo values of "
-            f"{len(trajectory.step_values)}: they must be as many."
-        )
 
 
 def encode(group: TrajectoryGroup) -> bytes:
     """The payload of a group."""
     columns, prompt = columns_of(group), group.prompt
-    header = {
+    header: dict[str, Any] = {
         "id": group.id,
         "searcher": group.searcher,
         "lost": group.num_lost,
         **({"why_lost": group.why_lost} if group.why_lost else {}),
         "rollout": group.rollout,
-        "prompt": {
-            "id": prompt.id,
-            "text": prompt.text,
-            "columns": prompt.columns,
-            "tokens": len(prompt.token_ids),
-        },
+        "prompt": {"id": prompt.id, "text": prompt.text, "columns": prompt.columns, "tokens": len(prompt.token_ids)},
         "tokens": columns.lengths.tolist(),
         "version_spans": columns.version_spans,
         "rewards": columns.reward_names,
         **{key: getattr(columns, name) for key, name in LISTS.items()},
     }
-    text = _header(header)
+    try:
+        text = ENCODER.encode(header).encode("ascii")
+    except (TypeError, ValueError):
+        # Columns are tried one by one only after a failure: trying them always would encode every group twice.
+        kept = {name: value for name, value in prompt.columns.items() if _is_json(value)}
+        own = {**header["prompt"], "columns": kept, "left_out": sorted(set(prompt.columns) - set(kept))}
+        text = ENCODER.encode({**header, "prompt": own}).encode("ascii")
     # This order is the format: `decode` reads the arrays in the order of ARRAYS.
     arrays = [prompt.token_ids, *(getattr(columns, name) for name in ARRAYS if name != "prompt")]
     parts = [array.astype(dtype, copy=False).tobytes() for array, dtype in zip(arrays, ARRAYS.values())]
@@ -290,17 +257,6 @@ def decode(payload: bytes) -> TrajectoryGroup:
     )
 
 
-def _header(header: dict[str, Any]) -> bytes:
-    try:
-        return ENCODER.encode(header).encode("ascii")
-    except (TypeError, ValueError):
-        # Columns are tried one by one only after a failure: trying them always would encode every group twice.
-        prompt = header["prompt"]
-        kept = {name: value for name, value in prompt["columns"].items() if _is_json(value)}
-        left_out = sorted(set(prompt["columns"]) - set(kept))
-        return ENCODER.encode({**header, "prompt": {**prompt, "columns": kept, "left_out": left_out}}).encode("ascii")
-
-
 def _mapping(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
@@ -319,9 +275,8 @@ def _is_json(value: Any) -> bool:
 
 
 def acknowledged_log() -> Callable[[TrajectoryGroup], None] | None:
-    """Function that logs each group whose acknowledgement reached this process, by id and CRC-32 of its payload. The log is
-    a file of this process in the folder TBA_ACKNOWLEDGED_LOG. None where the variable is not set. An audit compares logs
-    with the durable replay."""
+    """Function that logs each acknowledged group, by id and CRC-32 of its payload, to a file of this process in the
+    folder TBA_ACKNOWLEDGED_LOG; None without that variable. An audit compares it with the durable replay."""
     folder = os.environ.get("TBA_ACKNOWLEDGED_LOG")
     if folder is None:
         return None

@@ -1,7 +1,4 @@
-"""The connection between the trainer and its searchers, with both its ends. Groups, rollouts, weights, evaluations and
-heartbeats pass over it. Each searcher has a link to the trainer's process, and lives no longer than that process.
-cluster/roles.py has the searchers on other machines.
-"""
+"""The connection between the trainer and its searchers, with both its ends."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from torch import Tensor
 from tba.config import RuntimeConfig
 from tba.runtime.channels import LocalWeights, Stopped, WeightPublisher, wait_until
 from tba.runtime.counters import RoleCounters, SharedCounters, SharedMemory
-from tba.runtime.deadlines import Waiting
 from tba.runtime.links import ConnectionHandle, Link
 from tba.runtime.processes import Role, RoleDied
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
@@ -55,8 +51,8 @@ class LocalRuntime:
         may_start: Callable[[], bool] = lambda: True,
         copies: RemoteReplica | None = None,
     ) -> None:
-        """`weights_in_host_memory`: weight buffers lie in host memory, not on the trainer's device. `may_start` is
-        False when searchers that end are not replaced any more. `copies` gets every group before it is acknowledged."""
+        """`weights_in_host_memory`: not on the trainer's device. `may_start` is False when searchers that end are not
+        replaced any more. `copies` gets every group before it is acknowledged."""
         self.config = config
         self.prompt_queue = prompt_queue
         self.counters = counters
@@ -69,11 +65,9 @@ class LocalRuntime:
             device = torch.device("cpu")
         self._buffers = SharedWeights.create(tensors, dtype, device=device)
         self._references = SharedWeights.create(tensors, dtype, device=device) if reference_resets else None
-        """Where a new reference is published."""
         self._canary = canary
         self._copies = copies
         self._not_copied: set[str] = set()
-        """Groups whose copy is not stored yet."""
         self._copied: Iterator[TrajectoryGroup] = iter(())
         """Groups of the second copy that the trainer does not have."""
         self._senders: dict[str, Incarnation] = {}
@@ -81,21 +75,15 @@ class LocalRuntime:
         self._stored: list[str] = []
         """Groups that the trainer has stored and that are not acknowledged yet."""
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
-        """Versions and their metrics."""
         self._wanted_evaluations: list[int] = []
-        """Versions whose evaluation was asked for and has not come."""
         self._evaluator: Incarnation | None = None
-        """The incarnation that was asked for them."""
         self._failure: str | None = None
-        """Why there are no searchers any more."""
-        self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
     def start_searchers(
         self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
     ) -> None:
-        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
-        `stored` is the highest number of each source whose groups are on disk."""
+        """`target`: see StartSearcher. `stored` is the highest number of each source whose groups are on disk."""
         connection = ConnectionHandle(
             counters=self.counters.memory.handle,
             weights=self._buffers.handle(),
@@ -108,8 +96,8 @@ class LocalRuntime:
         self.pool.begin(self._start_one, self._num_searchers)
 
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
-        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped. `go_on_from`
-        is the highest number of each source whose groups it still has."""
+        """Go on with new searchers where the trainer has gone back: what the present ones have sent is dropped.
+        `go_on_from` is the highest number of each source whose groups it still has."""
         # The leases are returned first: after `stop` the pool has forgotten who held them.
         for incarnation in self.pool.incarnations():
             self.prompt_queue.hand_back(incarnation.holder)
@@ -130,19 +118,22 @@ class LocalRuntime:
         self.row["lost"] = self.prompt_queue.num_lost
         if self._failure is not None:
             raise RoleDied(self._failure)
-        failure, groups = self.pool.failure, [self._completed(group) for group in islice(self._copied, COPIES_AT_ONCE)]
+        failure, groups = self.pool.failure, list(islice(self._copied, COPIES_AT_ONCE))
+        for copied in groups:
+            self.prompt_queue.complete(copied.rollout, is_lost=not copied.trajectories)
         for incarnation in self.pool.incarnations():
             gone = incarnation.gone  # looked at before its messages: none comes after them
             for message in incarnation.process.link.drain():
-                if isinstance(message, TrajectoryGroup):
-                    groups.append(self._completed(message))
-                    # The acknowledgement follows in `acknowledge`, once the trainer and the second copy have the group.
-                    self._senders[message.id] = incarnation
-                    if self._copies is not None:
-                        self._not_copied.add(message.id)
-                        self._copies.add(message)
-                    continue
                 match message:
+                    case TrajectoryGroup():
+                        groups.append(message)
+                        # At once: if its searcher is lost in the same moment, only its other rollouts are handed out again.
+                        self.prompt_queue.complete(message.rollout, is_lost=not message.trajectories)
+                        # The acknowledgement follows in `acknowledge`, once trainer and second copy have the group.
+                        self._senders[message.id] = incarnation
+                        if self._copies is not None:
+                            self._not_copied.add(message.id)
+                            self._copies.add(message)
                     case ("ask", count):
                         self._lease(incarnation, count)
                     case ("evaluated", (version, metrics)):
@@ -156,38 +147,25 @@ class LocalRuntime:
         self._failure = failure  # raised at the next call: first the groups that came before it are stored
         return groups
 
-    def _completed(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A group has arrived. The prompt queue learns of it at once: if its searcher is lost in the same moment, only
-        its other rollouts are handed out again."""
-        self.prompt_queue.complete(group.rollout, is_lost=not group.trajectories)
-        return group
-
     def _lease(self, incarnation: Incarnation, count: int) -> None:
         incarnation.process.link.send(("rollouts", self.prompt_queue.lease(incarnation.holder, count)))
 
     def _forget(self, incarnation: Incarnation) -> None:
-        """A searcher has ended: others get its rollouts."""
         self.pool.forget(incarnation)
         self.prompt_queue.hand_back(incarnation.holder)
-        # A process that takes its place asks for rollouts itself, and gets these first (`PromptQueue.lease`).
-        if not incarnation.replaced:
-            self._hand_to_others()
-
-    def _hand_to_others(self) -> None:
-        """Rollouts that were handed back go to the searchers there are, now: they may have enough of their own, all of which
-        wait for steps that need just these."""
-        count, others = self.prompt_queue.num_handed_back, self._running()
+        # A process that takes its place asks for rollouts itself, and gets these first (`PromptQueue.lease`). Otherwise they
+        # go to the others now: these may have enough of their own, all of which wait for steps that need just these.
+        count, others = self.prompt_queue.num_handed_back, [] if incarnation.replaced else self._running()
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share:
                 self._lease(other, share)
 
     def _running(self) -> list[Incarnation]:
-        return [incarnation for incarnation in self.pool.incarnations() if not incarnation.gone]
+        return [each for each in self.pool.incarnations() if not each.gone]
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        """The trainer has stored these groups. They are acknowledged when a second copy, if there is one, is stored
-        too."""
+        """The trainer has stored these groups. They are acknowledged when the second copy, if there is one, is stored."""
         self._stored += group_ids
         if self._copies is not None:
             self._not_copied -= self._copies.stored()
@@ -201,8 +179,7 @@ class LocalRuntime:
             incarnation.process.link.send(("stored", ids))  # lost with one that is gone: no harm
 
     def publish(self, weights: Weights) -> None:
-        """Let searchers see the weights, then evaluate the canary on what lies in the buffer: they check it when it
-        comes."""
+        """Let searchers see the weights, then evaluate the canary on what lies in the buffer."""
         self._beat()
         self._publish(self._buffers, weights)
 
@@ -229,7 +206,6 @@ class LocalRuntime:
             self._evaluator.process.link.send(("evaluate", self._wanted_evaluations[-1]))
 
     def take_evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Versions whose evaluation has come since the last call, with its metrics."""
         taken, self._evaluations = self._evaluations, []
         return taken
 
@@ -238,11 +214,7 @@ class LocalRuntime:
         return self._buffers.stored(version)
 
     def stop(self) -> None:
-        """End all searchers; returns when they have ended."""
-        if self._stopped:
-            return
         self.pool.stop()
-        self._stopped = True
         # The memory closes last: a searcher that still starts opens it through this process's descriptors.
         self._buffers.memory.close()
         if self._references is not None:
@@ -265,8 +237,8 @@ class TrainerConnection:
         """`stock` rollouts are kept ready; `note` is called with each group whose acknowledgement arrives."""
         self._link = link
         self._note = note
-        self._counters = SharedCounters(SharedMemory.attach(handle.counters))
-        self.row = self._counters.searcher(index)
+        self.counters = SharedCounters(SharedMemory.attach(handle.counters))
+        self.row = self.counters.searcher(index)
         self.weights = SharedWeights.attach(handle.weights)
         # None = references are never reset.
         self.references = None if handle.references is None else SharedWeights.attach(handle.references)
@@ -278,36 +250,31 @@ class TrainerConnection:
 
     def send(self, group: TrajectoryGroup) -> None:
         """Waits when too many groups are not stored yet."""
+
+        def has_room() -> bool:
+            if len(self._unacknowledged) >= WINDOW:
+                self.handle_messages()  # acknowledgements make room
+            return len(self._unacknowledged) < WINDOW
+
         wait_until(
-            self._has_room,
+            has_room,
             name="channel_full",
             row=self.row,
             deadline_seconds=self._config.wait_seconds,
-            waiting=Waiting(
-                waiter="a searcher",
-                awaited="the trainer",
-                setting="runtime.wait_seconds",
-                heartbeats=lambda: {"the trainer": self.trainer_progress()},
-            ),
+            waiter="a searcher",
+            awaited="the trainer",
             explain=lambda: (
                 f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
                 "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
             ),
-            progress=self.trainer_progress,
+            progress=self.counters.trainer_progress,
         )
         # Kept until the trainer has stored it: WINDOW counts these.
         self._unacknowledged[group.id] = group
         self._link.send(group)
 
-    def _has_room(self) -> bool:
-        if len(self._unacknowledged) >= WINDOW:
-            # Acknowledgements make room and arrive as messages, so reading messages lets the wait end.
-            self.handle_messages()
-        return len(self._unacknowledged) < WINDOW
-
     def handle_messages(self) -> None:
-        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a heartbeat, so that a
-        searcher that only waits is seen to live."""
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a heartbeat."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
             match message:
@@ -331,19 +298,3 @@ class TrainerConnection:
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         self._link.send(("evaluated", (version, metrics)))
-
-    def trainer_progress(self) -> float:
-        """A number that changes while the trainer works, or starts."""
-        return self._counters.trainer_progress()
-
-    def trainer_waits(self) -> bool:
-        """Whether the trainer waits for responses."""
-        return self._counters.trainer.wait in ("first_fill", "replay_ratio")
-
-    def most_lag(self) -> float:
-        """Number of versions that responses may be behind, by the length of an update."""
-        return self._counters.trainer["most_lag"]
-
-    def lost_rollouts(self) -> int:
-        """Number of rollouts of the run so far that brought nothing to train on."""
-        return int(self._counters.trainer["lost"])

@@ -1,7 +1,4 @@
-"""Shared counters: numbers in shared memory that all roles see at once, such as their state and their waits.
-
-Each number has one writer. Reading never waits. A reader may see one number newer than another.
-"""
+"""Numbers in shared memory that all roles see at once. Each number has one writer. Reading never waits."""
 
 from __future__ import annotations
 
@@ -24,71 +21,56 @@ from tba.runtime.deadlines import Idleness
 logger = logging.getLogger("tba")
 
 RAM = Path("/dev/shm")
-"""Where Linux has files in memory."""
 
 
 class SharedMemory:
-    """Bytes that several processes see alike. They have no name in the file system where there is /proc, so nothing is left
-    of them when all are gone, however they ended."""
+    """Bytes that several processes see alike. Where there is /proc they have no name, so nothing is left of them."""
 
     def __init__(self, fd: int, num_bytes: int, *, path: str | None = None) -> None:
         """`path` is the file to remove at the end, where it has a name."""
-        self.fd = fd
-        self.num_bytes = num_bytes
-        self._path = path
+        self.fd, self.num_bytes, self._path = fd, num_bytes, path
         self.handle = path or f"/proc/{os.getpid()}/fd/{fd}"
         """How other processes find it while the one that made it lives."""
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
     def create(cls, num_bytes: int, folders: Sequence[Path] | None = None) -> SharedMemory:
-        """New zeroed memory: a file in RAM or, where there is no room for it, on disk; in the first folder that has room.
-
-        All of it is reserved at once: a file that only claims its size ends a process with SIGBUS when it is written and
-        there is no room any more.
-        """
+        """New zeroed memory in the first folder that has room: in RAM or else on disk. All of it is reserved at once: a
+        file that only claims its size ends a process with SIGBUS when it is written and there is no room any more."""
         on_disk = Path(tempfile.gettempdir())
         folders = folders or ([RAM, on_disk] if RAM.is_dir() else [on_disk])
-        refusals: list[str] = []
+        size, refusals = f"{num_bytes / 2**20:.1f} MiB", list[str]()
         for folder in folders:
             if not folder.is_dir():
                 refusals.append(f"{folder} is no folder")
                 continue
+            fd, path = tempfile.mkstemp(prefix="tba-", dir=folder)
             try:
-                memory = cls._in(folder, num_bytes)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(fd, 0, num_bytes)
+                else:
+                    for start in range(0, num_bytes, mmap.PAGESIZE):  # macOS: what is written is reserved
+                        os.pwrite(fd, bytes(min(mmap.PAGESIZE, num_bytes - start)), start)
             except OSError as error:
-                refusals.append(f"{folder} has {_free(folder)} free ({error.strerror or error})")
+                os.close(fd)
+                os.unlink(path)
+                room = os.statvfs(folder)
+                free = f"{room.f_bavail * room.f_frsize / 2**20:.1f} MiB"
+                refusals.append(f"{folder} has {free} free ({error.strerror or error})")
                 continue
             if refusals:
-                logger.warning(
-                    "%s of shared memory lie in %s, which may be slower: %s.",
-                    _size(num_bytes),
-                    folder,
-                    "; ".join(refusals),
-                )
-            return memory
+                why = "; ".join(refusals)
+                logger.warning("%s of shared memory lie in %s, which may be slower: %s.", size, folder, why)
+            if sys.platform == "linux":  # others reach it through /proc, so it needs no name
+                os.unlink(path)
+            return cls(fd, num_bytes, path=None if sys.platform == "linux" else path)
         raise MemoryError(
-            f"{_size(num_bytes)} of memory that roles share cannot be reserved: {'; '.join(refusals)}. Make room in one of "
+            f"{size} of memory that roles share cannot be reserved: {'; '.join(refusals)}. Make room in one of "
             "them, give a container more (docker run --shm-size=...), or set TMPDIR to a folder with room."
         )
 
     @classmethod
-    def _in(cls, folder: Path, num_bytes: int) -> SharedMemory:
-        fd, path = tempfile.mkstemp(prefix="tba-", dir=folder)
-        try:
-            _reserve(fd, num_bytes)
-        except OSError:
-            os.close(fd)
-            os.unlink(path)
-            raise
-        if sys.platform == "linux":  # others reach it through /proc, so it needs no name
-            os.unlink(path)
-            return cls(fd, num_bytes)
-        return cls(fd, num_bytes, path=path)
-
-    @classmethod
     def attach(cls, handle: str) -> SharedMemory:
-        """The memory that another process has made."""
         fd = os.open(handle, os.O_RDWR)
         memory = cls(fd, os.fstat(fd).st_size)
         memory.handle = handle
@@ -96,7 +78,6 @@ class SharedMemory:
         return memory
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
-        """A view of part of the memory."""
         return np.frombuffer(self._map, dtype=dtype, offset=offset, count=count)
 
     def close(self) -> None:
@@ -108,90 +89,43 @@ class SharedMemory:
                 Path(self._path).unlink(missing_ok=True)
 
 
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Give an empty file its size, with room for every byte; OSError where there is none."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        return
-    for start in range(0, num_bytes, mmap.PAGESIZE):  # macOS: what is written is reserved
-        os.pwrite(descriptor, bytes(min(mmap.PAGESIZE, num_bytes - start)), start)
-
-
-def _free(folder: Path) -> str:
-    room = os.statvfs(folder)
-    return _size(room.f_bavail * room.f_frsize)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
 SILENT_SECONDS = 1.0
 """Time without a heartbeat from which on a role is taken to be suspended or hung."""
 MAX_SEARCHERS = 64
 """Most searchers of a run: the shared counters have a row for each."""
 SUPERVISOR_FIELDS = ("trainer_restarts", "replaced_before", "searchers_wanted")
-"""`replaced_before` are the searchers that earlier trainers of the run have replaced. `searchers_wanted` is the number that
-was asked for from outside, 0 = none was."""
+"""`replaced_before`: searchers that earlier trainers replaced. `searchers_wanted`: asked for from outside, 0 = none."""
 TRAINER_FIELDS = (
     *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
     *("batch_prompts", "prompts_wanted", "done", "of", "table_lines", "pool_beats", "searchers", "replaced"),
     "most_lag",
 )
-"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats` rises
-while its thread looks after searchers, whatever it does itself; `searchers` is the number that it has begun with, 0 = it has
-none yet, or none any more; `replaced` are those that died or hung since this trainer began. `lost` is the
-number of rollouts so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
-`made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
-waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on.
-`table_lines` is the height of the table that the trainer shows on the terminal, 0 = there is none. `most_lag` is the number
-of versions that responses may be behind, by the length of an update."""
-SEARCHER_FIELDS = (
-    "heartbeat",
-    "version",
-    "groups",
-    "responses",
-    "tokens",
-    "wait",
-    "wait_seconds",
-    "failures",
-    "tool_calls",
-    "tool_errors",
-    "work",
-    "mismatch_kl",
-    "done",
-    "of",
-    "pid",
-    "place",
-)
-"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
-is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
-and `of` count the responses of an evaluation, `of` = 0: none goes on. The trainer writes `pid` and `place`, the searcher
-the others."""
-TRAINERS_OF_SEARCHER = ("pid", "place")
-"""Fields of a searcher's row that the trainer writes; they come last in SEARCHER_FIELDS."""
-UNKNOWN_AT_FIRST = ("mismatch_kl",)
+"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `pool_beats`
+rises while its thread looks after searchers; `searchers` is the number that it has begun with, 0 = it has none yet, or
+none any more; `replaced` are those that died or hung since this trainer began. `lost` is the number of rollouts so far
+that brought nothing to train on, `seconds` the time from the trainer's start to its last beat, `made` the number of
+steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is waited for. `done`
+and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on. `table_lines` is the
+height of the table that the trainer shows on the terminal, 0 = there is none. `most_lag` is the number of versions that
+responses may be behind, by the length of an update."""
 SHOWN = (
-    "version",
-    "groups",
-    "responses",
-    "tokens",
-    "wait_seconds",
-    "failures",
-    "tool_calls",
-    "tool_errors",
+    *("version", "groups", "responses", "tokens", "wait_seconds", "failures", "tool_calls", "tool_errors"),
     "mismatch_kl",
 )
 """Fields of a searcher's row that are metrics."""
+TRAINERS_OF_SEARCHER = ("pid", "place")
+"""Fields of a searcher's row that the trainer writes; they come last in SEARCHER_FIELDS."""
+SEARCHER_FIELDS = ("heartbeat", "work", "wait", *SHOWN, "done", "of", *TRAINERS_OF_SEARCHER)
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits.
+`mismatch_kl` is how far engine and trainer were apart on the canary of the version that was compared last, NaN before
+the first. `done` and `of` count the responses of an evaluation, `of` = 0: none goes on."""
 WIDTHS = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
-"""Numbers of each part of the shared counters, in the order in which they lie in memory."""
 
 Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
 """Whether a searcher with this number is wanted, and whether there is a process for it."""
 
 Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
-WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
 """The named places where a role may wait, and no others."""
 WAITS_FOR: dict[Wait, str] = {
     "none": "works",
@@ -201,6 +135,7 @@ WAITS_FOR: dict[Wait, str] = {
     "channel_full": "waits for the trainer to take in groups",
     "durable_replay": "waits for groups to be written to the durable replay",
 }
+WAITS: tuple[Wait, ...] = tuple(WAITS_FOR)
 
 
 class SharedCounters:
@@ -231,16 +166,7 @@ class SharedCounters:
         start = sum(WIDTHS[: 2 + searcher])
         return slice(start, start + len(SEARCHER_FIELDS) - len(TRAINERS_OF_SEARCHER))
 
-    def take_others(self, values: np.ndarray, own: slice) -> None:
-        """Take over the numbers of other counters, except those that are written here."""
-        self.values[: own.start], self.values[own.stop :] = values[: own.start], values[own.stop :]
-
-    def take_own(self, values: np.ndarray, own: slice) -> None:
-        """Take over the numbers that a role has written to its own counters."""
-        self.values[own] = values
-
     def places(self) -> dict[int, Place]:
-        """Searchers that are wanted, by their number."""
         found = {index: PLACES[int(row["place"])] for index, row in enumerate(self._searchers)}
         return {index: place for index, place in found.items() if place != "none"}
 
@@ -251,11 +177,9 @@ class SharedCounters:
     def searchers_progress(self) -> float:
         """A number that changes while any searcher works, and when one is replaced."""
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
-        # A process that loads its model shows nothing yet; the supervisor bounds that, not the deadlines of others.
-        loading = any(row["heartbeat"] == 0 for row in rows)
-        # A silent searcher is replaced by the SearcherPool.
-        silent = [row.silence() > SILENT_SECONDS for row in rows]
-        if loading or any(silent) or self._is_suspended():
+        # A process that loads its model shows nothing yet, and a silent one is replaced by the SearcherPool.
+        absent = [row["heartbeat"] == 0 or row.silence() > SILENT_SECONDS for row in rows]
+        if any(absent) or self._is_suspended():
             # The clock changes at every look, so the deadline of the role that waits does not count.
             return time.monotonic()
         # A new searcher's `work` starts at 0; the first term keeps the sum from returning to an old value by chance.
@@ -268,8 +192,7 @@ class SharedCounters:
         return time.monotonic() if moves else self.trainer["beats"]
 
     def _is_suspended(self) -> bool:
-        """Whether the trainer's process does nothing, because it is suspended (kill -STOP) or starting a searcher takes
-        long. Deadlines of roles that wait for it do not count meanwhile."""
+        """Whether the trainer's process does nothing, because it is suspended or starting a searcher takes long."""
         return self.trainer.silence() > SILENT_SECONDS
 
     @property
@@ -278,46 +201,54 @@ class SharedCounters:
         return self.supervisor["replaced_before"] + self.trainer["replaced"]
 
     def trainer_begins(self) -> None:
-        """Another trainer begins, with searchers of its own."""
         # This comes before the rows are cleared: `replaced` adds the number of the trainer that has ended.
         self.supervisor["replaced_before"] = self.replaced
         for row in (self.trainer, *self._searchers):
             row.clear()
 
     def heartbeats(self) -> dict[str, float]:
-        """Heartbeats so far of each searcher that runs."""
         running = [index for index, place in self.places().items() if place == "filled"]
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
     def statuses(self) -> list[RoleStatus]:
-        """One line per role with its state, for the terminal."""
         trainer = self.trainer
-        # Rates are 0 before the trainer's first beat.
-        seconds = trainer["seconds"] or math.inf
+
+        def evaluates(row: RoleCounters, step: float) -> str:
+            return f"evaluates {weights_of(int(step))}: {row['done']:.0f} of {row['of']:.0f} responses"
+
+        def status(name: str, doing: str, row: RoleCounters, responses: float) -> RoleStatus:
+            seconds = trainer["seconds"] or math.inf  # rates are 0 before the trainer's first beat
+            return RoleStatus(
+                name=name,
+                doing=doing,
+                waited_share=row["wait_seconds"] / seconds,
+                responses_per_second=responses / seconds,
+                pid=int(row["pid"]) or None,
+            )
+
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
         if doing == WAITS_FOR["none"] and not trainer["made"]:
             doing = "makes its first step, which compiles kernels on a GPU"
         elif doing == WAITS_FOR["none"] and self.places():  # without searchers it generates too
             doing = "trains"
         if trainer["of"]:
-            doing = _evaluates(trainer, trainer["step"])
+            doing = evaluates(trainer, trainer["step"])
         elif trainer.wait == "first_fill" and trainer["prompts_wanted"]:
             batch = "a batch" if trainer["step"] else "the first batch"
             doing = f"waits for {batch}: {trainer['batch_prompts']:.0f} of {trainer['prompts_wanted']:.0f} prompts"
-        found = [_status("trainer", doing, trainer, seconds)]
+        found = [status("trainer", doing, trainer, 0.0)]
         for index, place in self.places().items():
             row = self._searchers[index]
             if place == "filled":
-                doing = WAITS_FOR[row.wait] if row["heartbeat"] else "loads the model"
-                doing = "generates" if row.wait == "none" and row["heartbeat"] else doing
-                doing = _evaluates(row, row["version"]) if row["of"] else doing
+                doing = "generates" if row.wait == "none" else WAITS_FOR[row.wait]
+                doing = doing if row["heartbeat"] else "loads the model"
+                doing = evaluates(row, row["version"]) if row["of"] else doing
             else:
                 doing = "has been given up" if place == "given_up" else "starts again"
-            found.append(_status(f"searcher-{index}", doing, row, seconds, responses=row["responses"]))
+            found.append(status(f"searcher-{index}", doing, row, row["responses"]))
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counts of each searcher so far: `searcher/0/groups`."""
         places = self.places()
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
@@ -327,20 +258,6 @@ class SharedCounters:
         }
 
 
-def _evaluates(row: RoleCounters, step: float) -> str:
-    return f"evaluates {weights_of(int(step))}: {row['done']:.0f} of {row['of']:.0f} responses"
-
-
-def _status(name: str, doing: str, row: RoleCounters, seconds: float, *, responses: float = 0.0) -> RoleStatus:
-    return RoleStatus(
-        name=name,
-        doing=doing,
-        waited_share=row["wait_seconds"] / seconds,
-        responses_per_second=responses / seconds,
-        pid=int(row["pid"]) or None,
-    )
-
-
 class RoleCounters:
     """Named float64 numbers of one role."""
 
@@ -348,7 +265,6 @@ class RoleCounters:
         self._values = values
         self._index = {name: place for place, name in enumerate(fields)}
         self._alive = next((name for name in ("heartbeat", "pool_beats") if name in fields), None)
-        """The number that rises while the role lives."""
         self._silence = Idleness()
 
     def silence(self) -> float:
@@ -364,7 +280,7 @@ class RoleCounters:
 
     def clear(self) -> None:
         """Set all to zero, or to NaN where that is a value, for a new process in the role."""
-        self._values[:] = [math.nan if name in UNKNOWN_AT_FIRST else 0.0 for name in self._index]
+        self._values[:] = [math.nan if name == "mismatch_kl" else 0.0 for name in self._index]
 
     @property
     def wait(self) -> Wait:

@@ -6,8 +6,7 @@ Messages between trainer and searcher are groups, and pairs of a name and a valu
     trainer -> searcher      stored: group ids; rollouts: those that it gets; evaluate: version; stop
     any child -> parent      Failed
 
-Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
-killed.
+Nothing here imports torch or NumPy when it runs: a reward worker has a link too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from tba.runtime.weight_memory import SharedWeightsHandle
 
 STOP = ("stop", None)
-"""Trainer to searcher: end now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +38,11 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionHandle:
-    """Handles with which a searcher's process opens the shared memory of its connection.
-
-    ConnectionHandle(counters="/proc/4711/fd/9", weights=SharedWeightsHandle(...), references=None)
-    """
+    """How a searcher opens the memory of its connection: ConnectionHandle(counters="/proc/4711/fd/9", weights=..., ...)"""
 
     counters: str
-    """Handle of its memory."""
     weights: SharedWeightsHandle
     references: SharedWeightsHandle | None
-    """Where new references are published; None = they never are."""
 
 
 class RunCannotGoOn(RuntimeError):
@@ -57,10 +50,7 @@ class RunCannotGoOn(RuntimeError):
 
 
 class Link:
-    """Sends messages and collects those that arrive. Both ends run our own code on one machine.
-
-    A reader thread takes messages in as they come, so neither side ever waits for the other to read.
-    """
+    """A reader thread takes messages in as they come, so neither side ever waits for the other to read."""
 
     def __init__(
         self,
@@ -70,9 +60,8 @@ class Link:
         queued: bool = False,
         unread: Callable[[bytes | None], None] | None = None,
     ) -> None:
-        """`connection` is a Connection, or has its methods to send and receive bytes. `queued`: a thread sends, so that
-        sending never waits; one searcher that is suspended delays no other. `unread` gets every message as it came, and
-        None at the end, in the place of the inbox."""
+        """`queued`: a thread sends, so that sending never waits; one searcher that is suspended delays no other.
+        `unread` gets every message as it came, and None at the end, in the place of the inbox."""
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None = the other end is gone."""
@@ -92,11 +81,10 @@ class Link:
 
     def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
-        # The message is pickled here, not in the writer's thread: the caller sees the error, and may change the object.
+        # Pickled here, not in the writer's thread: the caller sees the error, and may change the object.
         return self.send_bytes(pickled(message))
 
     def send_bytes(self, body: bytes) -> bool:
-        """Send a message that is pickled already."""
         if self._outbox is None:
             return self._send(body)
         self._outbox.put(body)
@@ -110,14 +98,13 @@ class Link:
             return None
 
     def drain(self) -> list[Any]:
-        """All messages that have arrived."""
         # Only one thread takes messages out, so at least qsize() of them are there.
         found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         return [message for message in found if message is not None]
 
     def close(self) -> None:
-        """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
-        it here would neither wake the reader nor reach the other end."""
+        """Hang up. The reader, which sees it too, closes the descriptor: to close it here would neither wake the reader
+        nor reach the other end."""
         # None ends the writer's thread. The line is cut at once, so messages that are still queued may be lost.
         if self._outbox is not None:
             self._outbox.put(None)

@@ -1,7 +1,5 @@
-"""Where the roles of a run are on this machine, and what follows from it: where shared weights lie, which GPU is shared, and
-how many threads each process computes with.
-
-Nothing here imports torch, so that the supervisor can ask too.
+"""Where the roles of a run are on this machine, and what follows from it: where shared weights lie, which GPU is
+shared, and how many threads each process computes with. Nothing here imports torch, so that the supervisor can ask too.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ class RolePlacement:
     """Devices by name, all of them real: RolePlacement(trainer=("cuda:0",), searchers=("cuda:1", "cuda:2"), ...)"""
 
     trainer: tuple[str, ...]
-    """Devices of the trainer, one per rank."""
     searchers: tuple[str, ...]
-    """Device of each searcher that the run starts with."""
     later: frozenset[str]
     """Devices of all searchers that may join, those of the start included."""
     sees_one: bool = False
@@ -70,7 +66,6 @@ class RolePlacement:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of the trainer's ranks, then of the searchers."""
         return self.trainer + self.searchers
 
     @property
@@ -78,8 +73,7 @@ class RolePlacement:
         """Where shared weights lie: on the GPU that all roles use, where CUDA IPC lets every process read them;
         otherwise, and where a process numbers GPUs in another way (`sees_one`), in host memory, `cpu`.
 
-        They have the trainer's compute dtype on every device, and each engine casts what it loads to its own: a searcher in
-        fp32 on the CPU beside a trainer in bf16 computes with the weights that a searcher in bf16 has.
+        They have the trainer's compute dtype, and each engine casts what it loads to its own.
         """
         devices = {*self.trainer, *self.later}
         return devices.pop() if len(devices) == 1 and not self.sees_one else "cpu"
@@ -90,7 +84,6 @@ class RolePlacement:
 
     @property
     def shared_gpus(self) -> list[str]:
-        """GPUs that several roles use."""
         counts = Counter((*dict.fromkeys(self.trainer), *self.searchers))
         return sorted(device for device, count in counts.items() if device != "cpu" and count > 1)
 
@@ -109,61 +102,66 @@ def see_only(device: str) -> str:
 
 # --- threads ---------------------------------------------------------------------------------------------------------
 #
-# A product of matrices uses every thread that its process has, and a process that has one leaves the other cores of a laptop
-# idle. But the threads of a product wait for each other: where one of them finds its core taken, all of them stand still. A
-# synchronous run with two threads on two cores takes 20 s instead of the 24 with one, and 126 beside one other busy process
-# (one thread: 24; notes/). So one core is left for what else the machine does, and on two cores each process computes its
-# products with one thread. None is left where a process would have one thread instead of two: a trainer and a searcher with
-# two each on four cores make 1.0 to 1.8 times as many steps as with one, and .76 to .94 times as many beside one other busy
-# process.
+# The threads of a product of matrices wait for each other: where one of them finds its core taken, all of them stand still.
+# A synchronous run with two threads on two cores takes 20 s instead of the 24 with one, and 126 beside one other busy
+# process (one thread: 24; notes/). So one core is left for what else the machine does. None is left where a process would
+# have one thread instead of two: a trainer and a searcher with two each on four cores make 1.0 to 1.8 times as many steps as
+# with one, and .76 to .94 times as many beside one other busy process.
 #
-# A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py). They do
-# not wait for each other. So there is one for each core, also where searchers compute on these cores with one thread each.
+# A trainer on a CPU has workers besides: threads that compute whole micro-batches, each alone (runtime/workers.py).
 
 PINNED = "OMP_NUM_THREADS"
-"""Where the user has set it, it is the most threads that a process has, and a run has several processes. A role finds the
-number that it was started with there."""
+"""The most threads of a process where the user has set it. A role finds the number that it was started with there."""
 LEFT = 1
 """Number of cores that no process of a run counts on, unless it would cost processes their second thread."""
 MOST_THREADS = 16
 """Of a process by default: small models gain little by more, and what was measured had four cores."""
 SYSTEM = Path("/")
-"""Where /proc, /sys and /dev are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleThreads:
-    """Numbers of threads: RoleThreads(trainer=4, searcher=1)"""
-
     trainer: int
     """Number of threads of the trainer's process, and of each of its ranks."""
     searcher: int
 
 
 def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
-    """The threads of a run's processes: runtime.threads, or what their machine has for each. Searchers share the cores with
-    the trainer equally, and what does not go round is the trainer's, who all of them wait for. `num_searchers` are there at
-    least, where a run has been given more than it was started with."""
+    """runtime.threads, or what their machine has for each. Searchers share the cores with the trainer equally, and what
+    does not go round is the trainer's. `num_searchers` are there at least, where more were asked for later."""
     if config.runtime.threads is not None:
         return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
     if _is_elsewhere(config):
         # The cores of the nodes are not known here, and Ray reserves a CPU for each thread (cluster/roles.py).
         return RoleThreads(trainer=1, searcher=1)
-    found = _on_this_machine(config, num_searchers)
-    return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
+    placement = _placement(config)
+    rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
+    more = max(0, num_searchers - len(placement.searchers))
+    searchers = () if config.is_synchronous else placement.searchers + placement.searchers[-1:] * more
+    devices = (*rank_devices, *searchers)
+    on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
+    if not on_cpu:
+        return RoleThreads(trainer=1, searcher=1)
+    cores = usable_cores() - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
+    if on_cpu == 1 or cores != 2 * on_cpu:  # two each, for several processes, are worth the last core
+        cores -= LEFT
+    each = max(1, cores // on_cpu)
+    for_trainer = (cores - each * (on_cpu - ranks)) // ranks if ranks else 1
+    return RoleThreads(trainer=_bounded(for_trainer), searcher=_bounded(each))
+
+
+def _placement(config: Config) -> RolePlacement:
+    return RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
 
 
 def workers_of(config: Config) -> int:
     """Number of the trainer's threads that compute whole micro-batches, each with a single thread (runtime/workers.py).
-
-    They do not wait for each other, so they may be as many as there are cores, also where other processes compute on these:
-    a trainer and its searcher on two cores take two and one. Searchers with several threads each keep theirs to themselves.
-    """
+    They do not wait for each other, so there is one for each core, also where searchers compute on these with one
+    thread each."""
     threads = threads_of(config)
     if config.runtime.threads is not None or _is_elsewhere(config) or config.train.ranks > 1:
         return threads.trainer
-    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
-    if placement.trainer[0] != "cpu":
+    if _placement(config).trainer[0] != "cpu":
         return 1
     is_alone = config.is_synchronous or threads.searcher == 1
     return _bounded(usable_cores()) if is_alone else threads.trainer
@@ -181,22 +179,6 @@ def _is_elsewhere(config: Config) -> bool:
     return config.runtime.kind == "ray" and not config.is_synchronous
 
 
-def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
-    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
-    rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
-    more = max(0, num_searchers - len(placement.searchers))
-    searchers = () if config.is_synchronous else placement.searchers + placement.searchers[-1:] * more
-    devices = (*rank_devices, *searchers)
-    on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
-    if not on_cpu:
-        return RoleThreads(trainer=1, searcher=1)
-    cores = usable_cores() - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
-    if on_cpu == 1 or cores != 2 * on_cpu:  # two each, for several processes, are worth the last core
-        cores -= LEFT
-    each = max(1, cores // on_cpu)
-    return RoleThreads(trainer=(cores - each * (on_cpu - ranks)) // ranks if ranks else 1, searcher=each)
-
-
 def _bounded(threads: int) -> int:
     """At least one, and no more than OMP_NUM_THREADS, of which the first number counts where it is a list of levels."""
     first = os.environ.get(PINNED, "").split(",")[0].strip()
@@ -205,21 +187,14 @@ def _bounded(threads: int) -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: not those that it is pinned away from, nor more than its container's quota, and a
-    core that runs two threads is one, for both would wait for the same arithmetic units."""
+    """Cores that this process may use, by its affinity and its container's quota. Two hardware threads of a core are
+    one, for both would wait for the same arithmetic units."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len({_siblings(thread) for thread in os.sched_getaffinity(0)})
+        siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        cores = len({_read(siblings.format(thread)) or str(thread) for thread in os.sched_getaffinity(0)})
     else:
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return max(1, min([cores, *_quotas()]))
-
-
-def _siblings(thread: int) -> str:
-    """The hardware threads of the core that this one belongs to."""
-    try:
-        return (SYSTEM / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return str(thread)
 
 
 def _quotas() -> Iterator[int]:
@@ -281,17 +256,31 @@ def why_no_mps(config: Config) -> str | None:
 
 
 def start_mps(config: Config) -> bool:
-    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where it
-    is not wanted or not allowed; `runtime.mps=on` then raises."""
+    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where
+    it is not wanted or not allowed; `runtime.mps=on` then raises."""
     reason = why_no_mps(config)
     if reason is None:
-        folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
-        os.environ[PIPES], os.environ[LOGS] = str(folder), str(folder)
-        reason = _start()
-        if reason is None:
-            _end_with_this_process(folder)
+        folder = tempfile.mkdtemp(prefix="tba-mps-")
+        os.environ[PIPES] = os.environ[LOGS] = folder
+        try:
+            subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+        except subprocess.CalledProcessError as error:
+            reason = f"{CONTROL} -d failed: {(error.stderr or error.stdout).strip()[:300]}"
+        except (subprocess.TimeoutExpired, OSError) as error:
+            reason = f"{CONTROL} -d failed: {error}"
+        else:
+            # A process beside the daemon ends it after this one: it cannot end while its clients live. It has a session of
+            # its own, or Ctrl-C would end it before the roles, which are the clients.
+            subprocess.Popen(
+                ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, folder],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             return True
-        _forget(folder)
+        del os.environ[PIPES], os.environ[LOGS]
+        shutil.rmtree(folder, ignore_errors=True)
     if config.runtime.mps == "on":
         raise RuntimeError(f"runtime.mps=on, but {reason}.")
     logger.info("no MPS daemon: %s.", reason)
@@ -299,35 +288,7 @@ def start_mps(config: Config) -> bool:
 
 
 def lower_mps_priority(config: Config) -> None:
-    """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
-    go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
-    round little is lost (notes/gpu.md)."""
+    """Before the trainer touches the GPU: where searchers share it through a daemon, their kernels go first. A decode
+    step is hundreds of small kernels that would each wait for the trainer's large ones (notes/gpu.md)."""
     if PIPES in os.environ and not config.is_synchronous and RolePlacement.of(config).shared_gpus:
         os.environ.setdefault(PRIORITY, BELOW_NORMAL)
-
-
-def _start() -> str | None:
-    """Error of the start; None = the daemon runs."""
-    try:
-        found = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
-    except (subprocess.TimeoutExpired, OSError) as error:
-        return f"{CONTROL} -d failed: {error}"
-    return None if found.returncode == 0 else f"{CONTROL} -d failed: {(found.stderr or found.stdout).strip()[:300]}"
-
-
-def _end_with_this_process(folder: Path) -> None:
-    """A process beside the daemon ends it after this one: it cannot end while its clients live."""
-    # A session of its own: Ctrl-C must not end it before the roles, which are the daemon's clients.
-    subprocess.Popen(
-        ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _forget(folder: Path) -> None:
-    os.environ.pop(PIPES, None)
-    os.environ.pop(LOGS, None)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,4 @@
-"""Start a role in a process of its own, watch it, stop it.
-
-The child is a fork of a process that has imported torch already, or a new one. What it does first, and how it is forked,
-stands in role_process.py.
-"""
+"""Start a role in a process of its own, watch it, stop it. role_process.py has the child's side."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeAlias
 
 import cloudpickle
 import psutil
@@ -30,6 +26,9 @@ import psutil
 from tba.runtime.deadlines import dump_stacks
 from tba.runtime.links import Link
 from tba.runtime.role_process import OWN_SERVER
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster.roles import ClusterRole
 
 logger = logging.getLogger("tba")
 
@@ -39,38 +38,15 @@ ROLE_MODULES = (
 )
 """Modules that trainer and searchers need. The process that they are forked from imports them once."""
 KILL_SECONDS = 10.0
-"""Time for a process to end that was killed."""
 IMPORT_SECONDS = 300
 """Time for a new server to import what roles need and to fork the first one."""
 START_SECONDS = 15
 """Time for a server to fork a role later on, which takes milliseconds."""
 CHECK_SECONDS = 0.05
-"""Longest time between two looks at a role whose end is waited for."""
 
 
 class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
-
-
-class Role(Protocol):
-    """A role as its starter sees it: a process of this machine, or an actor that stands for one of another machine."""
-
-    name: str
-
-    @property
-    def link(self) -> Link: ...
-    @property
-    def log(self) -> Path | None: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def status(self) -> int | None: ...
-    def wait(self, timeout_seconds: float) -> bool: ...
-    def kill(self) -> None: ...
-    def signal(self, number: int) -> None: ...
-    def show_stacks(self) -> None: ...
 
 
 class RoleProcess:
@@ -96,15 +72,13 @@ class RoleProcess:
         are descriptors that it inherits. `forked` saves a process that needs torch its imports, on Linux; one that
         `starts_roles` saves theirs too. `without` names variables of this process's environment that it does not get.
         `queued` and `unread` are the link's."""
-        self.name = name
-        self.log = log
+        self.name, self.log = name, log
         ours, theirs = Pipe()
         environment = {name: value for name, value in role_environment(threads).items() if name not in without}
         self._process: subprocess.Popen[bytes] | ForkedProcess
         with nullcontext() if log is None else log.open("ab") as stream:
             if forked and sys.platform == "linux":
                 # The server reads /proc and uses prctl (role_process.py), which only Linux has.
-                prepare_roles()
                 out, err = (1, 2) if stream is None else [stream.fileno()] * 2
                 own = {1: out, 2: err, **{number: number for number in fds}}
                 self._process = ForkServer.start_role(
@@ -134,30 +108,27 @@ class RoleProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it by force. One that even that does not end at once (in a driver, on a dead network disk) is left to itself:
-        waiting for it would stop the run that replaces it."""
+        """End it by force. One that does not end at once (in a driver, on a dead network disk) is left to itself."""
         self._process.kill()
         if not self.wait(KILL_SECONDS):
             logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def show_stacks(self) -> None:
-        """Have it write to its log what every thread is doing."""
         dump_stacks([self.pid])
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for its end; True when it came within the time."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return not self.alive
 
 
+Role: TypeAlias = "RoleProcess | ClusterRole"
+"""A process of this machine, or an actor that stands for one of another machine."""
 STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 
@@ -181,8 +152,7 @@ def last_lines(path: Path | None, count: int = 20) -> str:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
-    user's json.py or types.py stands for Python's own."""
+    """`python -m` would look in the working folder first, where a user's json.py or types.py stands for Python's own."""
     root = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; "
     code += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -192,8 +162,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def popen(
     module: str, link: int, fds: Sequence[int], log: BinaryIO | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A new process that runs a module, which finds the other end of the link under the number that is its argument. `log`
-    None = it writes where this process does."""
+    """The process finds its end of the link under the number `link`. `log` None = it writes where this one does."""
     # A session of its own: Ctrl-C reaches the supervisor alone, which has the trainer save and then stops the others.
     return subprocess.Popen(
         module_command(module, str(link)),
@@ -207,10 +176,9 @@ def popen(
 
 
 def prepare_roles() -> None:
-    """Roles will be started soon: have what they need imported while this process goes on. They are forks of a process that
-    has imported torch, with a GPU too: that process never touches it, and each role sets it up for itself."""
+    """Roles will be started soon: have what they need imported while this process goes on."""
     if sys.platform == "linux":
-        ForkServer.prepare(server_environment(), ROLE_MODULES)
+        ForkServer.living()
 
 
 def role_environment(threads: int) -> dict[str, str]:
@@ -218,12 +186,6 @@ def role_environment(threads: int) -> dict[str, str]:
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     ours = {name: value for name, value in os.environ.items() if name != OWN_SERVER}  # it is this process's alone
     return {**ours, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-
-
-def server_environment() -> dict[str, str]:
-    """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
-    when they were loaded, so it has all of them. Each role gets its own number as it starts. NumPy's products have one."""
-    return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
 
 
 # The fork server, as its caller sees it
@@ -265,7 +227,10 @@ class ForkedProcess:
                     self._status = -signal.SIGKILL
             elif self._status is None:
                 # A server that hangs reports no exit status, and does not reap its children either.
-                self._status = _status_of_zombie(self.pid)
+                with suppress(OSError):  # it has gone altogether
+                    # The name may hold spaces and parentheses: behind it field 0 is the state, 49 the exit code.
+                    fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                    self._status = os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
             return self._status
 
 
@@ -277,8 +242,6 @@ class ForkServer:
     """A server, as its caller sees it. One serves all runs of a process."""
 
     _shared: ClassVar[ForkServer | None] = None
-    _settings: ClassVar[tuple[Mapping[str, str], tuple[str, ...]]] = ({}, ())
-    """Environment and imports of the next server."""
     _shared_lock = threading.Lock()
 
     def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
@@ -289,38 +252,38 @@ class ForkServer:
         self._process = process
         self._lock = threading.Lock()
         self._seconds = IMPORT_SECONDS
-        """Time for an answer."""
         atexit.register(self.close)
 
     @classmethod
-    def prepare(cls, environment: Mapping[str, str], preload: Sequence[str]) -> None:
-        """Roles will be started soon: start the server, unless it is there, with this environment. `preload` names modules
-        that its roles will need. The imports run while the caller goes on."""
-        with cls._shared_lock:
-            cls._settings = (environment, tuple(preload))
-        cls._living()
-
-    @classmethod
-    def _living(cls) -> ForkServer:
-        """The server of this process: the one that was made for it before it began, or else a new one."""
+    def living(cls) -> ForkServer:
+        """The server of this process: one made before it began, or a new one, which imports in the background."""
         with cls._shared_lock:
             if cls._shared is None or not cls._shared.lives:
                 # The variable is used once: after that server has died, a new one is started instead.
                 own = os.environ.pop(OWN_SERVER, None)
-                cls._shared = cls._begin(*cls._settings) if own is None else cls._own(*map(int, own.split()))
+                if own is None:
+                    cls._shared = cls._begin()
+                else:
+                    descriptor, pid = map(int, own.split())
+                    connection = socket.socket(fileno=descriptor)
+                    # It was inheritable for an exec only: a process that this one starts must not hold the socket open.
+                    connection.set_inheritable(False)
+                    cls._shared = cls(connection, psutil.Process(pid))
             return cls._shared
 
     @classmethod
-    def _begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
-        """A new server, in a process that imports what its roles need."""
+    def _begin(cls) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Some libraries (OpenBLAS on ARM) never use more threads than there were when they were loaded, so the server has
+        # all of them. Each role gets its own number as it starts. NumPy's products have one.
+        environment = {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
         try:
             process = psutil.Popen(
-                module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *preload),
+                module_command("tba.runtime.role_process", "serve", str(theirs.fileno()), *ROLE_MODULES),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=dict(environment),
+                env=environment,
                 start_new_session=True,
             )
         except OSError as error:
@@ -331,25 +294,17 @@ class ForkServer:
         return cls(ours, process)
 
     @classmethod
-    def _own(cls, descriptor: int, pid: int) -> ForkServer:
-        connection = socket.socket(fileno=descriptor)
-        # The descriptor was inheritable for an exec only: a process that this one starts must not hold the socket open.
-        connection.set_inheritable(False)
-        return cls(connection, psutil.Process(pid))
-
-    @classmethod
     def start_role(cls, name: str, **request: Any) -> ForkedProcess:
-        """Fork a role that talks over descriptor `link`. `descriptors` are those it has besides: the caller's, by the
-        numbers that the role has for them. One that `starts_roles` gets a server of its own. A server that has died or
-        hangs is replaced, and its roles end with it."""
-        server = cls._living()
+        """`descriptors` are the caller's, by the numbers that the role has for them. One that `starts_roles` gets a
+        server of its own. A server that has died or hangs is replaced, and its roles end with it."""
+        server = cls.living()
         try:
             return server._start(name, **request)
         except ServerGone as error:
             # A server that hangs is killed. If it woke up, it would fork a role that no process watches.
             server.close()
             logger.warning("%s Another one takes its place.", error)
-        return cls._living()._start(name, **request)
+        return cls.living()._start(name, **request)
 
     def _start(
         self,
@@ -360,7 +315,6 @@ class ForkServer:
         environment: Mapping[str, str],
         starts_roles: bool = False,
     ) -> ForkedProcess:
-        """Fork a role; returns as soon as it runs."""
         request = {"name": name, "link": link, "numbers": [link, *descriptors], "starts_roles": starts_roles}
         request |= {"environment": dict(environment), "folder": os.getcwd()}
         told, telling = Pipe(duplex=False)
@@ -388,20 +342,8 @@ class ForkServer:
             return False
 
     def close(self) -> None:
-        """End the server and, with it, every role that still runs."""
         self._requests.close()
         self._socket.close()
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             self._process.kill()
             self._process.wait(KILL_SECONDS)
-
-
-def _status_of_zombie(pid: int) -> int | None:
-    """Exit status of a process that has ended and that its parent has not asked about yet; None = it runs, or its parent
-    knows."""
-    try:
-        # The name may hold spaces and parentheses, so fields are counted behind it: 0 is the state, 49 the exit code.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None

@@ -1,9 +1,5 @@
-"""The prompt queue: it draws prompts and hands rollouts out to searchers as leases. The rollouts of a searcher that has
-ended are handed out again.
-
-A run has one prompt queue, which lives with the trainer, so a checkpoint has the state of every rollout. All prompts
-are drawn once an epoch, in an order drawn from (seed, epoch).
-"""
+"""The prompt queue draws prompts and hands rollouts out to searchers; it lives with the trainer. All prompts are drawn
+once an epoch, in an order drawn from (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -18,20 +14,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class RolloutRequest:
-    """A lease for one rollout: a prompt, and which of its responses to generate. RolloutRequest(number=17, prompt=4,
-    epoch=2)"""
+    """A lease for a prompt, and which of its responses to generate: RolloutRequest(number=17, prompt=4, epoch=2)"""
 
     number: int
     """Place among all rollouts of the run, in the order in which they were first handed out."""
     prompt: int
-    """Index of the prompt in the task's train split."""
     epoch: int
-    """Number of earlier rollouts of the prompt: sample indices follow from it, so that no randomness is used
-    twice."""
+    """Number of earlier rollouts of the prompt. Sample indices follow from it."""
 
 
 class PromptQueue:
-    """Hands out rollouts as leases and keeps the holder of each. Several threads use it."""
+    """Keeps the holder of each rollout. Several threads use it."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True) -> None:
         if num_prompts < 1:
@@ -41,7 +34,6 @@ class PromptQueue:
         self._shuffle = shuffle
         self._order: tuple[int, list[int]] | None = None
         self._handed_out = 0
-        """Number of the next new rollout."""
         self._leased: dict[str, dict[int, RolloutRequest]] = {}
         """Rollouts whose group has not arrived, by holder and number."""
         self._handed_back: list[RolloutRequest] = []
@@ -66,9 +58,13 @@ class PromptQueue:
             # groups. Such a number must not be handed out as a new one. Numbers before it are open.
             while self._handed_out <= number:
                 self._handed_back.append(self._next())
-            # False for a group that came before: its lost rollout is not counted twice.
-            if self._take_back(number):
-                self.num_lost += is_lost
+            found = [rollout for rollout in self._handed_back if rollout.number == number]
+            if found:
+                self._handed_back.remove(found[0])
+            # The sender is not known here: any searcher may hold the number, and at most one does.
+            found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
+            # A group that came before is not counted twice.
+            self.num_lost += is_lost and bool(found)
 
     def hand_back(self, holder: str) -> int:
         """Take the rollouts of a searcher that has ended, for others to get. Returns their number."""
@@ -102,48 +98,33 @@ class PromptQueue:
             self._handed_out, self.num_lost = state["handed_out"], state["lost"]
             self._leased, self._handed_back = {}, [RolloutRequest(**rollout) for rollout in state["open"]]
 
-    def _take_back(self, number: int) -> bool:
-        """Take the rollout of a number from its holder. False = its group arrived before, or the number is not of this
-        run."""
-        found = [rollout for rollout in self._handed_back if rollout.number == number]
-        if found:
-            self._handed_back.remove(found[0])
-        # The sender is not known here: any searcher may hold the number, and at most one does.
-        found += [rollouts.pop(number) for rollouts in self._leased.values() if number in rollouts]
-        return bool(found)
-
     def _next(self) -> RolloutRequest:
         epoch, place = divmod(self._handed_out, self.num_prompts)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._draw_order(epoch))
+            order = list(range(self.num_prompts))
+            if self._shuffle:
+                # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
+                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+                order = torch.randperm(self.num_prompts, generator=generator).tolist()
+            self._order = (epoch, order)
         rollout = RolloutRequest(number=self._handed_out, prompt=self._order[1][place], epoch=epoch)
         self._handed_out += 1
         return rollout
-
-    def _draw_order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self.num_prompts))
-        # No two pairs of seed and epoch give one seed while a run has fewer epochs than this factor.
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return torch.randperm(self.num_prompts, generator=generator).tolist()
 
 
 class RolloutSource:
     """Stock of rollouts for a searcher, the earliest first. It asks for more before it runs out."""
 
     def __init__(self, ask: Callable[[int], object], *, size: int) -> None:
-        """`ask` asks the trainer for so many rollouts; they arrive by `add`. `size` is the stock: as many
-        rollouts as are begun while the trainer is busy with a step."""
+        """`ask` asks the trainer for so many rollouts, which arrive by `add`. `size` is the stock that is kept."""
         self._ask = ask
         self._size = size
         self._rollouts: list[RolloutRequest] = []
-        """A heap."""
         self._coming = 0
 
     @classmethod
     def of(cls, prompt_queue: PromptQueue) -> RolloutSource:
         """Rollouts straight from the prompt queue, one at a time, where searcher and trainer take turns in one process."""
-        # The lambda looks `source` up when it is called, which is after this line.
         source = cls(lambda count: source.add(prompt_queue.lease("searcher-0", count)), size=1)
         return source
 
@@ -165,7 +146,6 @@ class RolloutSource:
         return self._rollouts[0] if self._rollouts else None
 
     def take(self) -> RolloutRequest:
-        """Take the rollout that peek shows."""
         # Where the roles take turns the stock is empty before each rollout, and this asks for the next one.
         self.peek()
         return heapq.heappop(self._rollouts)

@@ -1,8 +1,6 @@
-"""The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
-replay.durability=node a group is acknowledged to its searcher only when it is here too. A trainer whose disk is lost gets
-its groups from here.
-
-A row is a pickled group, in a file that only its owner can open; another one is refused. Nothing here imports torch.
+"""A second copy of the groups that a trainer on another node stores, on the node of the supervisor. With
+replay.durability=node a group is acknowledged only when it is here too. A row is a pickled group, in a file that only its
+owner can open. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ CREATE TABLE IF NOT EXISTS groups (
 )"""
 INSERT = "INSERT OR IGNORE INTO groups (source, number, responses, body) VALUES (?, ?, ?, ?)"
 GROUPS = "groups.sqlite"
-"""Name of the file in a replica's folder."""
 
 
 class ReplicaFailed(RuntimeError):
@@ -35,21 +32,19 @@ class ReplicaFailed(RuntimeError):
 
 
 class Replica:
-    """Keeps groups by their ids, each once, in the order in which they were added. Used by one thread.
-
-    replica.add("searcher-0.5f3a91c2/41", 8, body)
-    """
+    """Keeps each group once, in the order of arrival. Used by one thread. replica.add("searcher-0.5f3a91c2/41", 8, body)"""
 
     def __init__(self, path: Path, *, capacity: int) -> None:
-        """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses, as
-        those of the durable replay do."""
-        self.path = path
-        self._capacity = capacity
+        """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses."""
+        self.path, self._capacity = path, capacity
         with self._reported("opened"):
-            self._refuse_others()
-            os.close(
-                os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            )  # pickles: no other user may write them
+            # Rows that another user may have written are refused: a trainer unpickles them, which runs what they name. The
+            # write-ahead log holds rows too.
+            files = path.parent.glob(f"{path.name}*")
+            others = others_entry(path.parent) or others_entry(*files, writable=stat.S_IWGRP | stat.S_IWOTH)
+            if others is not None:
+                raise PermissionError(f"{others}, and it is read as this user's own")
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
             # What is committed survives every process. It is lost with the machine, but the first copy is on another one.
@@ -63,7 +58,7 @@ class Replica:
         with self._reported("written"), self._database:  # a transaction
             if self._database.execute(INSERT, (source, int(number), responses, body)).rowcount:
                 self._num_responses += responses
-            self._remove_oldest()
+            self._num_responses -= remove_oldest(self._database, self._num_responses - self._capacity)
 
     def rows(self, *, after: Mapping[str, int] | None = None) -> Iterator[bytes]:
         """The groups, in the order of their arrival; of each source in `after` only those with a higher number."""
@@ -77,7 +72,6 @@ class Replica:
                     yield row[0]
 
     def ids(self) -> list[str]:
-        """Ids of the groups, in the order of their arrival."""
         found = self._database.execute("SELECT source, number FROM groups ORDER BY arrival").fetchall()
         return [f"{source}/{number}" for source, number in found]
 
@@ -97,26 +91,6 @@ class Replica:
         (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
         return found or 0
 
-    def _refuse_others(self) -> None:
-        """Refuse rows that another user may have written: a trainer unpickles them, which runs what they name."""
-        files = self.path.parent.glob(f"{self.path.name}*")  # the write-ahead log holds rows too
-        others = others_entry(self.path.parent) or others_entry(*files, writable=stat.S_IWGRP | stat.S_IWOTH)
-        if others is not None:
-            raise PermissionError(f"{others}, and it is read as this user's own")
-
-    def _remove_oldest(self) -> None:
-        last, excess = None, self._num_responses - self._capacity
-        if excess <= 0:
-            return
-        for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
-            # A group stays whole while some of its responses are within the capacity, as in the durable replay.
-            if excess <= 0 or responses > excess:
-                break
-            last, excess = arrival, excess - responses
-            self._num_responses -= responses
-        if last is not None:
-            self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
-
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
         try:
@@ -127,6 +101,20 @@ class Replica:
                 "stored here was not acknowledged. Free disk space, choose another folder (output=...), or use "
                 "replay.durability=process."
             ) from None
+
+
+def remove_oldest(database: sqlite3.Connection, excess: int) -> int:
+    """Remove the oldest rows that hold no more than so many responses; returns the number of responses removed. A row
+    stays whole while some of its responses are within the capacity: the buffer may have them."""
+    last, removed = None, 0
+    if excess > 0:
+        for arrival, responses in database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
+            if removed >= excess or removed + responses > excess:
+                break
+            last, removed = arrival, removed + responses
+    if last is not None:
+        database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
+    return removed
 
 
 def replica_folder(run: Path) -> Path:

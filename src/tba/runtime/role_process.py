@@ -1,23 +1,17 @@
-"""The entry point of a role's process, and the fork server. A role is a new process (`python -m tba.runtime.role_process
-FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
+"""The entry point of a role's process, and the fork server. A role is a new process (`python -m
+tba.runtime.role_process FD`) or a fork of the server (`... role_process serve FD MODULE ...`).
 
 The parent sends its module search path and (target, keyword arguments) over the socket FD. The target runs with a Link to
-the parent. A process started this way does not import the parent's main script again, so training scripts need no
-`if __name__ == "__main__"`.
+the parent. The parent's main script is not imported again, so training scripts need no `if __name__ == "__main__"`.
 
-Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
-imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
-working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
-does not survive a fork: a role that uses one sets it up for itself.
+Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds. The server runs no threads and
+never touches a GPU, neither of which survives a fork.
 
-    caller -> server   the request, then its descriptors as SCM_RIGHTS, of which the first is a pipe
+    caller -> server   environment, folder and descriptors; these as SCM_RIGHTS, of which the first is a pipe
     server -> caller   over that pipe: the process of the role, and its exit status when it has ended
 
-The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
-
-A role that will start roles itself, such as a trainer, gets a server of its own: a fork of this one, made before the role
-begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes by exec
-finds it there too.
+The server ends when the caller's end of the socket closes, and its forks with it. A role that will start roles itself, such
+as a trainer, gets a server of its own: a fork of this one, whose socket the role finds by OWN_SERVER, also after an exec.
 """
 
 from __future__ import annotations
@@ -46,11 +40,9 @@ from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 MAX_DESCRIPTORS = 64
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
-"""Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
-as in `5 4711`."""
+"""Variable of a role that has a server of its own: descriptor of its socket and number of its process, as in `5 4711`."""
 
 
 def die_with_parent() -> None:
@@ -60,7 +52,6 @@ def die_with_parent() -> None:
 
 
 def show_as(name: str) -> None:
-    """Have `ps` and `top` show this process under a name, 15 letters of it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
@@ -73,7 +64,7 @@ def run_role(link_descriptor: int) -> int:
     connection = Connection(link_descriptor)
     first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
     show_as(first["name"])
-    link = Link(connection, on_close=_parent_is_gone)
+    link = Link(connection, on_close=lambda: os._exit(3))  # with the parent, whatever the main thread is doing
     try:
         sys.path[:] = first["search_path"]
         target, arguments = cloudpickle.loads(payload)
@@ -94,11 +85,6 @@ def run_role(link_descriptor: int) -> int:
         return 1
 
 
-def _parent_is_gone() -> None:
-    """The parent has ended: end at once, whatever the main thread is doing."""
-    os._exit(3)
-
-
 # The fork server
 
 
@@ -111,7 +97,6 @@ def serve(caller: socket.socket) -> None:
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, Connection] = {}
-    """By process: where its exit status goes."""
     while True:
         ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:

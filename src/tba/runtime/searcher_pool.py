@@ -1,8 +1,5 @@
-"""The searchers of a run, which are children of its trainer: they are started, replaced when they die or hang, and ended
-with it. A thread looks after them, for the trainer may be in the middle of a long step.
-
-A searcher that ends loses the groups that the trainer has not stored. Others get its rollouts.
-"""
+"""The searchers of a run: they are started, replaced when they die or hang, and ended with the trainer. A thread looks
+after them, for the trainer may be in the middle of a long step."""
 
 from __future__ import annotations
 
@@ -27,21 +24,17 @@ from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, ServerGone, l
 logger = logging.getLogger("tba")
 
 CHECK_SECONDS = 0.1
-"""Time between two looks at the processes."""
 MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
-"""Processes in a row that may end before they have sent so many groups; a place in the pool is given up then. A prompt
-that kills every searcher is handed to the next one first, so that it does not last much longer."""
+"""Processes in a row that may end before they have sent so many groups; a place in the pool is given up then."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a place in the pool is filled again after the second process that ended early; doubled with each."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Incarnation:
-    """A process in a place of the pool, from its start until the trainer has its last message. Incarnations fill a place
-    one after the other."""
+    """A process in a place of the pool, from its start until the trainer has its last message."""
 
     index: int
-    """Number of the place in the pool."""
     id: str
     """Group ids and leases carry it."""
     process: Role
@@ -59,53 +52,44 @@ class Incarnation:
 
 
 StartSearcher = Callable[[Callable[..., None], Mapping[str, Any], ConnectionHandle, int, str], Role]
-"""Starts a process that runs `target(link, index=..., incarnation=..., connection=..., **arguments)`, given the target, its
-arguments, its connection, the number of the place in the pool that it fills and its id as an incarnation."""
+"""Starts `target(link, index=..., incarnation=..., connection=..., **arguments)`, given target, arguments and the others."""
 
 
-def local_starter(config: Config, logs: Path) -> StartSearcher:
-    """Starts searchers as processes of this machine (on a cluster: cluster/roles.py)."""
-
-    def start(
-        target: Callable[..., None],
-        arguments: Mapping[str, Any],
-        connection: ConnectionHandle,
-        index: int,
-        incarnation: str,
-    ) -> Role:
-        logs.mkdir(parents=True, exist_ok=True)  # the user may have deleted it
-        return RoleProcess(
-            f"searcher-{index}",
-            target,
-            {**arguments, "index": index, "incarnation": incarnation, "connection": connection},
-            log=logs / f"searcher-{index}.log",
-            threads=threads_of(config, num_searchers=index + 1).searcher,
-            forked=True,
-            without=(PRIORITY,),  # that of the trainer, which gives way to searchers
-            queued=True,
-        )
-
-    return start
+def start_local(
+    config: Config,
+    logs: Path,
+    target: Callable[..., None],
+    arguments: Mapping[str, Any],
+    connection: ConnectionHandle,
+    index: int,
+    incarnation: str,
+) -> Role:
+    """Start a searcher as a process of this machine (on a cluster: cluster/roles.py)."""
+    logs.mkdir(parents=True, exist_ok=True)  # the user may have deleted it
+    return RoleProcess(
+        f"searcher-{index}",
+        target,
+        {**arguments, "index": index, "incarnation": incarnation, "connection": connection},
+        log=logs / f"searcher-{index}.log",
+        threads=threads_of(config, num_searchers=index + 1).searcher,
+        forked=True,
+        without=(PRIORITY,),  # that of the trainer, which gives way to searchers
+        queued=True,
+    )
 
 
 @dataclass
 class Member:
-    """A searcher's place: the process that fills it now, and how its predecessors fared."""
+    """A place in the pool: the process that fills it now, and how its predecessors fared."""
 
     index: int
     filled_by: Incarnation | None = None
     early_ends: int = 0
     """Processes in a row that ended before they had sent FEW_GROUPS groups."""
     starts_at: float = 0.0
-    """When the next process may start."""
     given_up: bool = False
-    """Whether too many in a row ended at once."""
     closed: bool = False
     """Whether the run goes on without it, as was asked."""
-
-    @property
-    def name(self) -> str:
-        return f"searcher-{self.index}"
 
     @property
     def place(self) -> Place:
@@ -134,7 +118,6 @@ class SearcherPool:
         self._may_start = may_start
         self._start: Callable[[int, str], Role]
         self._count = 0
-        """Number of searchers, unless another one was asked for from outside."""
         self._wanted = -1
         """The number that was asked for when it was looked at last; 0 = none was."""
         self._members: list[Member] = []
@@ -143,8 +126,7 @@ class SearcherPool:
         self._thread: threading.Thread | None = None
 
     def begin(self, start: Callable[[int, str], Role], count: int) -> None:
-        """Start searchers, and look after them until `stop`. `start` fills a place in the pool, given its number, with
-        an incarnation."""
+        """Start searchers, and look after them until `stop`. `start` is given a place in the pool and an incarnation."""
         self._start, self._count, self._wanted = start, count, -1
         self._stopping.clear()
         self._counters.trainer["searchers"] = count
@@ -157,12 +139,10 @@ class SearcherPool:
         return sorted(self._incarnations, key=lambda each: each.index)
 
     def forget(self, incarnation: Incarnation) -> None:
-        """The trainer has taken in all that one sent that is gone."""
         # The trainer's thread removes while the pool's may append: each is one operation on the list and needs no lock.
         self._incarnations.remove(incarnation)
 
     def show_stacks(self) -> None:
-        """Have all searchers and this process write to their logs what they are doing."""
         for incarnation in self.incarnations():
             incarnation.process.show_stacks()
         dump_stacks([os.getpid()])
@@ -193,7 +173,11 @@ class SearcherPool:
                     self._wanted = wanted
                     self._set_count(wanted or self._count)
                 for member in self._members:
-                    self._check_member(member)
+                    if member.filled_by is not None:
+                        self._check_process(member, member.filled_by)
+                    elif member.place == "empty" and time.monotonic() >= member.starts_at and self._may_start():
+                        self._fill(member)
+                    self._counters.searcher(member.index)["place"] = PLACES.index(member.place)
                 self._stopping.wait(CHECK_SECONDS)
         except Exception:
             logger.exception("searchers are not looked after any more")
@@ -210,13 +194,6 @@ class SearcherPool:
         for member in self._members[:count]:
             member.closed = member.given_up = False
         self._members += [Member(index) for index in range(len(self._members), min(count, MAX_SEARCHERS))]
-
-    def _check_member(self, member: Member) -> None:
-        if member.filled_by is not None:
-            self._check_process(member, member.filled_by)
-        elif member.place == "empty" and time.monotonic() >= member.starts_at and self._may_start():
-            self._fill(member)
-        self._counters.searcher(member.index)["place"] = PLACES.index(member.place)
 
     def _check_process(self, member: Member, found: Incarnation) -> None:
         process, row = found.process, self._counters.searcher(member.index)
@@ -245,7 +222,7 @@ class SearcherPool:
         try:
             process = self._start(member.index, incarnation)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
-            self._end_member(member, f"{member.name} could not be started: {error}", early=True)
+            self._end_member(member, f"searcher-{member.index} could not be started: {error}", early=True)
             return
         member.filled_by = Incarnation(index=member.index, id=incarnation, process=process)
         self._incarnations.append(member.filled_by)
@@ -259,12 +236,12 @@ class SearcherPool:
         member.filled_by, row["pid"] = None, 0
         if final and not member.closed:
             member.given_up = True
-            self.failure = self.failure or f"{member.name} {what} (log: {process.log})"
+            self.failure = self.failure or f"searcher-{member.index} {what} (log: {process.log})"
         else:
             # A traceback stays in the log: what a person can mend is in its last line.
             last = "" if what.startswith("failed: ") else f", which ends with: {last_lines(process.log, 1).strip()}"
             self._end_member(
-                member, f"{member.name} {what} (log: {process.log}{last}).", early=row["groups"] < FEW_GROUPS
+                member, f"searcher-{member.index} {what} (log: {process.log}{last}).", early=row["groups"] < FEW_GROUPS
             )
         found.replaced = member.place == "empty"
         found.gone = True  # last of all: the trainer then forgets it
@@ -274,7 +251,7 @@ class SearcherPool:
         member.early_ends = member.early_ends + 1 if early else 0
         member.given_up = member.early_ends > MAX_EARLY_ENDS and not member.closed
         if member.closed:
-            logger.info("%s has ended, as was asked.", member.name)
+            logger.info("searcher-%d has ended, as was asked.", member.index)
         elif all(other.given_up or other.closed for other in self._members):
             why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
             self.failure = f"{message}\n{why}"
@@ -284,8 +261,7 @@ class SearcherPool:
             # 0, 1, 2 and 4 s after the first to the fourth early end; after the fifth the place is given up.
             wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (member.early_ends - 2) if member.early_ends > 1 else 0.0
             member.starts_at = time.monotonic() + wait
-            self._counters.searcher(member.index)["place"] = PLACES.index(
-                "empty"
-            )  # before the change that others look for
+            # Before the change that others look for.
+            self._counters.searcher(member.index)["place"] = PLACES.index("empty")
             self._counters.trainer["replaced"] += 1
             logger.warning("%s\nIt is replaced; its rollouts are handed to others.", message)

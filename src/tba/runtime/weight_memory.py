@@ -1,15 +1,14 @@
 """Two buffers of bytes in shared memory, written in turn by one process and copied out by any number.
 
-The writer takes the buffer that is not newest, so a reader of the newest buffer is disturbed only when it is so slow that a
-whole publication passes it by. A reader compares the sequence number before and after its copy, and
-tries again where it has changed.
+The writer takes the buffer that is not newest. A reader compares the sequence number before and after its copy, and tries
+again where it has changed.
 
     memory:  number of publications so far, two headers, two times the data (unless it lies on a GPU)
     header:  sequence (odd while its buffer is written), version, checksum, 1 + version of the canary (int64), then the
              canary's log-probs (float64)
 
-Readers see a version as soon as it is written; its canary follows when the writer has computed it. What the bytes mean is
-for shared_weights.py; nothing here imports torch, so that processes that pass weights on between machines need not either.
+Readers see a version as soon as it is written; its canary follows when the writer has computed it. Nothing here imports
+torch, so that processes that pass weights on between machines need not either.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tba.runtime.counters import SharedMemory
 
 ALIGNMENT = 64
 CANARY_ROOM = 64
-"""Number of log-probs of a canary."""
 # The counter takes 8 of these bytes; the others keep the headers and the data at multiples of ALIGNMENT.
 _NEWEST_BYTES = 64
 _HEADER_NUMBERS = 4
@@ -43,9 +41,8 @@ def fence() -> None:
     an even sequence number before the data that it stands for. Python has no fence. A lock has: giving it back is a
     release, which nothing before it may pass, and taking it is an acquire, which nothing after it may pass. One cycle does
     not do, for both neighbours may move into it and pass each other there. Of two cycles the first one's release comes
-    before the second one's acquire (ARM never moves an acquire before an earlier release), and so what was before the one
-    before what is after the other. That no other process sees this lock does not matter: order is made by the core that
-    runs this thread, and the memory is one for all. What OpenMP threads copied was done before they joined this thread.
+    before the second one's acquire (ARM never moves an acquire before an earlier release). That no other process sees this
+    lock does not matter: order is made by the core that runs this thread.
     """
     with _FENCE:
         pass
@@ -60,7 +57,6 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Name of a torch dtype."""
     offset: int
     """Bytes from the start of a buffer's data."""
 
@@ -71,8 +67,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedWeightsHandle:
-    """How another process finds the buffers. SharedWeightsHandle(memory="/proc/4711/fd/9", layout=(...),
-    device_data=None)"""
+    """How another process finds the buffers: SharedWeightsHandle(memory="/proc/4711/fd/9", layout=(...))"""
 
     memory: str
     layout: tuple[TensorSpec, ...]
@@ -89,9 +84,13 @@ class Header:
 
 
 def data_bytes(layout: Sequence[TensorSpec]) -> int:
-    """Size of one buffer's data."""
     data = 0 if not layout else layout[-1].offset + layout[-1].num_bytes
     return -(-data // ALIGNMENT) * ALIGNMENT
+
+
+def reserve(size: int) -> SharedMemory:
+    """Memory for two buffers with so many bytes of data each; 0 = the data lies elsewhere."""
+    return SharedMemory.create(_NEWEST_BYTES + 2 * _HEADER_BYTES + 2 * size)
 
 
 class WeightMemory:
@@ -101,17 +100,10 @@ class WeightMemory:
         self.memory = memory
         self._newest = memory.array(np.int64, count=1)
         """Number of publications so far; the newest lies in buffer (number - 1) % 2."""
-        self._headers, self._canaries = [], []
-        for buffer in range(2):
-            start = _NEWEST_BYTES + buffer * _HEADER_BYTES
-            self._headers.append(memory.array(np.int64, offset=start, count=_HEADER_NUMBERS))
-            canary = memory.array(np.float64, offset=start + 8 * _HEADER_NUMBERS, count=CANARY_ROOM)
-            self._canaries.append(canary)
-
-    @classmethod
-    def create(cls, size: int) -> WeightMemory:
-        """New buffers with so many bytes of data each; 0 = the data lies elsewhere."""
-        return cls(SharedMemory.create(_NEWEST_BYTES + 2 * _HEADER_BYTES + 2 * size))
+        starts = (_NEWEST_BYTES, _NEWEST_BYTES + _HEADER_BYTES)
+        self._headers = [memory.array(np.int64, offset=start, count=_HEADER_NUMBERS) for start in starts]
+        canaries = (start + 8 * _HEADER_NUMBERS for start in starts)
+        self._canaries = [memory.array(np.float64, offset=start, count=CANARY_ROOM) for start in canaries]
 
     def data(self, buffer: int, size: int) -> np.ndarray:
         """The bytes of a buffer, uint8 [size]."""
@@ -120,7 +112,6 @@ class WeightMemory:
 
     @property
     def number(self) -> int:
-        """Number of publications so far."""
         return int(self._newest[0])
 
     @property
@@ -139,7 +130,6 @@ class WeightMemory:
         return buffer
 
     def finish(self, buffer: int, header: Header) -> None:
-        """The buffer is written: make it the newest version."""
         numbers = self._headers[buffer]
         # No canary yet: the one that lies in this buffer is of the publication two before this one.
         numbers[1], numbers[2], numbers[3] = header.version, np.uint64(header.checksum).astype(np.int64), 0
@@ -172,13 +162,12 @@ class WeightMemory:
                     return found
         return None
 
-    def stored(self, version: int) -> tuple[int, Header] | None:
-        """The buffer of a version, for the process that writes, until it publishes twice more; None = it was overwritten, or
-        never published."""
+    def buffer_of(self, version: int) -> int | None:
+        """For the process that writes, until it publishes twice more; None = it was overwritten, or never published."""
         for buffer, numbers in enumerate(self._headers):
             # Only the writer calls this, so its loads need no fence against its own stores.
             if numbers[0] > 0 and numbers[0] % 2 == 0 and int(numbers[1]) == version:
-                return buffer, _header(numbers)
+                return buffer
         return None
 
     def copy_newest(self, copy: Callable[[int], None]) -> Header | None:
@@ -189,15 +178,10 @@ class WeightMemory:
         before = int(numbers[0])
         fence()
         if before % 2:
-            # The writer has come round to this buffer since `number` was read.
-            return None
+            return None  # the writer has come round to this buffer since `number` was read
         copy(buffer)
         # Read before the sequence number is compared, so that it is known to belong to what was copied.
-        header = _header(numbers)
+        # `finish` has stored the 64 bits of the checksum as an int64; here they are unsigned again.
+        header = Header(version=int(numbers[1]), checksum=int(numbers[2].astype(np.uint64)))
         fence()
         return header if int(numbers[0]) == before else None
-
-
-def _header(numbers: np.ndarray) -> Header:
-    # `finish` has stored the 64 bits of the checksum as an int64; here they are unsigned again.
-    return Header(version=int(numbers[1]), checksum=int(numbers[2].astype(np.uint64)))

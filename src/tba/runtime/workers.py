@@ -1,9 +1,5 @@
-"""Threads that share out work which comes in pieces, such as the micro-batches of an update.
-
-Each computes its pieces alone: threads that compute one product together wait for each other, spinning, and where one of
-them finds its core taken all of them stand still. Here a busy neighbour costs its share. Torch holds Python's lock only
-between its operations, so pieces should be big.
-"""
+"""Threads that share out work which comes in pieces, such as the micro-batches of an update. Each computes its pieces
+alone (placement.py says why). Torch holds Python's lock only between its operations, so pieces should be big."""
 
 from __future__ import annotations
 
@@ -27,9 +23,8 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
 
     def in_order(self, compute: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-        """Results in the order of the pieces, which are taken when a worker is near them: no more than `count` + 1 results
-        are held at a time. An error of a piece is raised in its place. The caller computes a single piece itself, with all
-        the threads that it has."""
+        """Results in the order of the pieces, no more than `count` + 1 held at a time. An error of a piece is raised in
+        its place. The caller computes a single piece itself, with all the threads that it has."""
         pieces = iter(pieces)
         first = list(islice(pieces, 2))
         if len(first) < 2:
@@ -38,7 +33,7 @@ class Workers:
             return
         if self._pool is None:
             torch.get_num_threads()  # a thread that has not used torch before would take over the workers' number
-            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="worker", initializer=_compute_alone)
+            self._pool = ThreadPoolExecutor(self.count, "worker", initializer=torch.set_num_threads, initargs=(1,))
         pending: deque[Future[Result]] = deque()
         try:
             for piece in chain(first, pieces):
@@ -52,7 +47,3 @@ class Workers:
             for future in pending:
                 future.cancel()
             wait(pending)
-
-
-def _compute_alone() -> None:
-    torch.set_num_threads(1)

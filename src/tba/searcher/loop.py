@@ -1,6 +1,5 @@
-"""The searcher: it generates with the weights it has, scores, and sends. A finished group becomes trajectories with
-log-probs of the frozen reference. Responses whose reward failed are dropped and counted. A searcher is also made from a
-config here."""
+"""The searcher: it generates with the weights it has, scores, and sends. Responses whose reward failed are dropped and
+counted. A searcher is also made from a config here."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ from tba.tasks.task import FinishedGroup, Rewards, Task
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 GROUPS_AT_ONCE = 4
-"""Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
-one another only a few decode steps."""
+"""Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time."""
 RECENT = 0.1
-"""Weight of the newest rollout in the mean of recent ones."""
 MOST_FAILURES = 100
 """Samples in a row without a reward that stop a run: a judge that hiccups fails fewer, a broken reward soon gets there."""
 
@@ -48,22 +45,17 @@ class SearchCounts:
     """Counts of a searcher so far. The trainer sees them, and checkpoints of runs in one process hold them."""
 
     generated: int = 0
-    """Number of groups whose responses are complete."""
     sent: int = 0
-    """Number of groups that were scored and sent."""
     responses: int = 0
     tokens: int = 0
     failures: int = 0
-    """Samples that were lost to a failing reward."""
     failures_in_a_row: int = 0
     none_in_a_row: int = 0
     """Samples of which every reward was None: no failure, but nothing to train on either."""
     tool_calls: int = 0
     tool_errors: int = 0
-    """Calls that could not be read, or gave an error."""
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Count the complete responses of a rollout."""
         self.generated += 1
         self.responses += len(completions)
         for completion in completions:
@@ -79,27 +71,26 @@ class SearchCounts:
             self.failures_in_a_row = self.none_in_a_row = 0
         elif not isinstance(outcome, RewardFailed) and all(value is None for value in outcome.values()):
             self.none_in_a_row += 1
-            if self.none_in_a_row >= MOST_FAILURES:
-                raise TooManyRewardFailures(
-                    f"{why} for {self.none_in_a_row} samples in a row, the last of prompt {prompt.id!r}: there is nothing "
-                    "to train on. Have one of task.rewards return a number."
-                )
         else:
             self.failures += 1
             self.failures_in_a_row += 1
-            if self.failures_in_a_row >= MOST_FAILURES:
-                raise TooManyRewardFailures(
-                    f"the reward failed on {self.failures_in_a_row} samples in a row; the last: {why} (prompt "
-                    f"{prompt.id!r}). Fix the reward."
-                )
+        if self.none_in_a_row >= MOST_FAILURES:
+            raise TooManyRewardFailures(
+                f"{why} for {self.none_in_a_row} samples in a row, the last of prompt {prompt.id!r}: there is nothing "
+                "to train on. Have one of task.rewards return a number."
+            )
+        if self.failures_in_a_row >= MOST_FAILURES:
+            raise TooManyRewardFailures(
+                f"the reward failed on {self.failures_in_a_row} samples in a row; the last: {why} (prompt "
+                f"{prompt.id!r}). Fix the reward."
+            )
 
     def state(self) -> dict[str, Any]:
         """Also decides the ids of the next groups."""
         return vars(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in vars(self):
-            setattr(self, name, state[name])
+        vars(self).update(state)
 
 
 @dataclass
@@ -113,7 +104,8 @@ class Searcher:
     engine: Engine
     prompts: PromptStream
     rewards: Rewards
-    scorer: GroupScorer
+    reference: Scorer
+    """The frozen reference. One group is always scored by one."""
     sender: GroupSender
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -123,18 +115,13 @@ class Searcher:
     incarnation: str = "0"
     """Short id of this start of the searcher, part of the ids of its groups; 0 where the roles take turns."""
     explore: Callable[[Request], Request] = lambda request: request
-    """Gives some rollouts other sampling."""
     reference_samples: ReferenceSamples | None = None
-    """Generates some of a rollout's responses with the reference; None = the policy generates all."""
     step_values: StepValues | None = None
-    """Estimates the value of every step's prefix by further responses; None = the objective does not need it."""
+    counts: SearchCounts = field(default_factory=SearchCounts)
+    reference_version: int = 0
     rollout_lag: float = 0.0
     """Mean over recent rollouts: versions that came from the first token until the group was sent."""
     _rewarded: list[tuple[FinishedGroup, list[Outcome]]] = field(default_factory=list)
-
-    @property
-    def counts(self) -> SearchCounts:
-        return self.scorer.counts
 
     def step(self, num_prompts: int) -> None:
         """Draw the next prompts, then send their groups in the order of the prompts (synchronous mode)."""
@@ -163,12 +150,12 @@ class Searcher:
 
     def load_reference(self, weights: Weights) -> None:
         """From now on responses are scored, and some generated, by these weights."""
-        self.scorer.load_reference(weights)
+        self.reference.load(weights)
+        self.reference_version = weights.version
         if self.reference_samples is not None:
-            self.reference_samples.load(weights)
+            self.reference_samples.engine.load(weights)
 
     def close(self) -> None:
-        """End the workers of its rewards and environments."""
         self.engine.close()
         self.rewards.close()
         if self.step_values is not None:
@@ -215,13 +202,13 @@ class Searcher:
                 (replace(group, step_values=own), lost_without_values(outcomes, own))
                 for (group, outcomes), own in zip(scored, values)
             ]
-        for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
+        for (group, outcomes), trajectories in zip(scored, self._trajectories(scored)):
             # Versions that came meanwhile: the pace limit of later rollouts allows for as many.
             versions = self.engine.version - group.completions[0].version
             self.rollout_lag += RECENT * (versions - self.rollout_lag)
             # The number rises by one with each group sent: the receivers' high-water marks take a lower one for a copy.
-            source = f"searcher-{self.index}"
-            group_id = str(GroupId(sender=source, incarnation=self.incarnation, number=self.counts.sent))
+            number = self.counts.sent
+            group_id = str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=number))
             self.sender.send(
                 TrajectoryGroup(
                     id=group_id,
@@ -235,22 +222,7 @@ class Searcher:
             )
             self.counts.sent += 1
 
-
-@dataclass
-class GroupScorer:
-    """Makes trajectories of finished groups, several at once: the reference pass is cheaper in larger batches."""
-
-    reference: Scorer
-    temperature: float
-    counts: SearchCounts = field(default_factory=SearchCounts)
-    reference_version: int = 0
-
-    def load_reference(self, weights: Weights) -> None:
-        """From now on groups are scored by these weights; one group is always scored by one reference."""
-        self.reference.load(weights)
-        self.reference_version = weights.version
-
-    def trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[tuple[Trajectory, ...]]:
+    def _trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[list[Trajectory]]:
         """Trajectories of each group, without the samples that have no reward."""
         scored: list[list[Trajectory]] = [[] for _ in groups]
         samples: list[tuple[int, Prompt, Completion, Mapping[str, float | None], np.ndarray | None]] = []
@@ -260,65 +232,53 @@ class GroupScorer:
                 self.counts.see(outcome, group.prompt)
                 if (components := components_of(outcome)) is not None:
                     samples.append((index, group.prompt, completion, components, values))
-        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _, _ in samples])
-        for (index, _, completion, components, values), log_ref in zip(samples, log_refs):
+        # Equal responses to a prompt are computed once.
+        keys = [(prompt.id, completion.token_ids.tobytes()) for _, prompt, completion, _, _ in samples]
+        distinct = {key: (prompt, completion) for key, (_, prompt, completion, _, _) in zip(keys, samples)}
+        log_refs = dict[tuple[str, bytes], np.ndarray]()
+        if distinct:
+            prompts = [prompt.token_ids for prompt, _ in distinct.values()]
+            responses = [completion.token_ids for _, completion in distinct.values()]
+            log_refs = dict(zip(distinct, self.reference.score(prompts, responses, self.sampling.temperature)))
+        for key, (index, _, completion, components, values) in zip(keys, samples):
             # None is a component that does not apply; it is NaN in the arrays of the replay.
             rewards = {name: math.nan if value is None else float(value) for name, value in components.items()}
-            trajectory = Trajectory(
-                completion=completion,
-                rewards=rewards,
-                log_ref=log_ref,
-                reference_version=self.reference_version,
-                loss_mask=completion.loss_mask,
-                step_values=values,
+            scored[index].append(
+                Trajectory(
+                    completion=completion,
+                    rewards=rewards,
+                    log_ref=log_refs[key],
+                    reference_version=self.reference_version,
+                    loss_mask=completion.loss_mask,
+                    step_values=values,
+                )
             )
-            scored[index].append(trajectory)
-        return [tuple(trajectories) for trajectories in scored]
-
-    def _log_refs(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[np.ndarray]:
-        """Reference log-probs of each sample; equal responses to a prompt are computed once."""
-        keys = [(prompt.id, completion.token_ids.tobytes()) for prompt, completion in samples]
-        distinct = dict(zip(keys, samples))
-        if not distinct:
-            return []
-        scores = self.reference.score(
-            [prompt.token_ids for prompt, _ in distinct.values()],
-            [completion.token_ids for _, completion in distinct.values()],
-            self.temperature,
-        )
-        by_response = dict(zip(distinct, scores))
-        return [by_response[key] for key in keys]
+        return scored
 
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
-    """Texts for a reader of the run."""
-    return [_text(tokenizer, trajectory) for trajectory in group.trajectories]
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
     # The special tokens of an episode stay: they show where a turn ends, and who speaks next.
-    is_one_turn = bool(trajectory.loss_mask.all())
-    return str(tokenizer.decode(trajectory.completion.token_ids.tolist(), skip_special_tokens=is_one_turn))
+    return [
+        str(tokenizer.decode(each.completion.token_ids.tolist(), skip_special_tokens=bool(each.loss_mask.all())))
+        for each in group.trajectories
+    ]
 
 
 # From a config
 
 
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
-    version."""
-    generate = config.generate
-    lora = config.model.lora
+    """The engine with the model's weights as version 0. Where the roles take turns, a response is of one version."""
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
-        generate,
+        config.generate,
         seed=config.seed,
         max_length=loaded.context,
         update="drain" if config.is_synchronous else "in_flight",
         explores=config.search.explore.probability > 0.0,
     )
-    engine = engine if lora is None else with_adapters(engine, loaded.model)
+    engine = engine if config.model.lora is None else with_adapters(engine, loaded.model)
     if config.task.environment.agent is not None:
         from tba.serve.agents import with_agents  # needs an extra
 
@@ -354,8 +314,8 @@ def make_searcher(
     index: int = 0,
     incarnation: str = "0",
 ) -> Searcher:
-    """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference; an engine that has
-    the reference also scores. `between_steps` is called while others than the policy's own responses are generated."""
+    """Searcher `index`, with the workers of its rewards. The loaded weights become its frozen reference.
+    `between_steps` is called while others than the policy's own responses are generated."""
     sampling, samples, explores = training_sampling(config), config.samples_generated_per_prompt, config.search.explore
     # Reference and continuations have the run's plain sampling: explored rollouts alone have another.
     reference_samples = step_values = None
@@ -376,11 +336,8 @@ def make_searcher(
         engine=engine,
         prompts=PromptStream(task.prompts("train"), rollouts, samples_per_prompt=samples),
         rewards=make_rewards(task, config, log=log),
-        scorer=GroupScorer(
-            reference=reference_engine or make_scorer(loaded.model, max_length=loaded.context),
-            temperature=config.generate.temperature,
-            counts=counts,
-        ),
+        reference=reference_engine or make_scorer(loaded.model, max_length=loaded.context),
+        counts=counts,
         sender=sender,
         tokenizer=loaded.tokenizer,
         explore=lambda request: explore(request, sampling, explores, seed=config.seed),
@@ -397,4 +354,4 @@ def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -
     """Scorer with the start model, for evaluations: the searcher's reference, unless that is reset."""
     if config.reference.reset_every:
         return make_scorer(loaded.model, max_length=loaded.context)
-    return searcher.scorer.reference
+    return searcher.reference

@@ -1,6 +1,4 @@
-"""A searcher as a process: how it is put together, and what it does between decode steps. It shows that it lives, reads
-messages, loads newer weights, compares them with what the trainer computes, and evaluates.
-"""
+"""A searcher as a process: how it is put together, and what it does between decode steps."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ from tba.searcher.pace import PacedRollouts
 from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import RewardUnusable, make_rewards
-from tba.tasks.task import Evaluator
-from tba.tasks.user_task import WrongOutcomes
+from tba.tasks.task import Evaluator, WrongOutcomes
 from tba.types import Weights
 
 logger = logging.getLogger("tba.searcher")
@@ -66,32 +63,34 @@ class WeightLoader:
         self._source = connection.weights
         self._loaded = -1
         """The version given to the engine last; under `drain` it may not be in use yet."""
-        self._checked = -1
-        """The version whose canary was compared last."""
-        self._unchecked = 0
-        """Versions given to the engine since then."""
+        self._checked, self._unchecked = -1, 0
+        """The version whose canary was compared last; number of versions given to the engine since then."""
         self._canaries: dict[int, np.ndarray] = {}
-        """Canaries of versions that the engine may come to use. The trainer may write over one before that: while large
-        weights are fetched, or while the engine waits for its responses to end."""
+        """Canaries of versions that the engine may come to use. The trainer may write over one before that."""
         self._thread: ThreadPoolExecutor | None = None
-        """Fetches weights that take long, beside the decode steps."""
         self._fetching: Future[Weights] | None = None
 
     def load_newer(self) -> None:
-        """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and large
-        weights are copied and checked beside the decode steps."""
+        """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and
+        large weights are copied and checked beside the decode steps."""
         newest = self._source.newest_version
         self._note_canary(newest)
         self._check_when_there()  # what is in use, before newer weights wait for their turn
         # After too many versions in a row without a comparison only one whose canary is there.
         may_load = self._unchecked < MAX_UNCHECKED or newest in self._canaries
         if newest > self._loaded and self._is_in_use and may_load:
-            self._load_beside() if self._source.takes_long else self._give(self._source.fetch())
+            if not self._source.takes_long:
+                self._give(self._source.fetch())
+            elif self._fetching is None:  # the engine has read the private copy before, so it may be written
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="weights")
+                self._fetching = self._thread.submit(self._source.fetch)
+            elif self._fetching.done():
+                fetched, self._fetching = self._fetching, None
+                self._give(fetched.result())
         self._check_when_there()
 
     @property
     def sees_newer(self) -> bool:
-        """Whether there are newer weights than the engine has."""
         return self._source.newest_version > self._engine.version
 
     @property
@@ -100,27 +99,15 @@ class WeightLoader:
         return self._engine.version == self._loaded and not self._engine.has_pending
 
     def check_first(self) -> None:
-        """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
-        # The first weights are fetched in this thread, however long it takes: nothing is decoded yet.
+        """Fetch in this thread, however long it takes: nothing is decoded yet. Both sides' canaries set the tolerance."""
         self._give(self._source.fetch())
         self._check_when_there()
 
     def _note_canary(self, version: int) -> None:
-        """Keep a version's canary, where it has come."""
         if version not in self._canaries and (found := self._source.canary(version)) is not None:
             # Canaries before the version loaded last are dropped: no earlier version is compared any more.
             self._canaries = {known: canary for known, canary in self._canaries.items() if known >= self._loaded}
             self._canaries[version] = found
-
-    def _load_beside(self) -> None:
-        """Begin to fetch, or give the engine what has been fetched by now. The engine has read the copy before, so it may be
-        written."""
-        if self._fetching is None:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="weights")
-            self._fetching = self._thread.submit(self._source.fetch)
-        elif self._fetching.done():
-            fetched, self._fetching = self._fetching, None
-            self._give(fetched.result())
 
     def _give(self, weights: Weights) -> None:
         self._loaded = weights.version
@@ -132,8 +119,8 @@ class WeightLoader:
                 self._source.loaded()
 
     def _check_when_there(self) -> None:
-        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is while
-        newer weights wait for the engine: those in use were compared before."""
+        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is
+        while newer weights wait for the engine: those in use were compared before."""
         version = self._engine.version
         if version == self._checked or not self._is_in_use:
             return
@@ -149,7 +136,7 @@ class WeightLoader:
 
 @dataclass(kw_only=True)
 class SearcherRole:
-    """Owns what happens between decode steps: heartbeats, messages, newer weights, evaluations."""
+    """The work of a searcher between decode steps: heartbeats, messages, newer weights, evaluations."""
 
     connection: TrainerConnection
     searcher: Searcher
@@ -169,8 +156,7 @@ class SearcherRole:
         self.tick()
 
     def tick(self) -> None:
-        """Work between two decode steps."""
-        self.work()
+        show_work(self.connection.row, self.searcher.engine, self.searcher.counts)
         self._tick(may_evaluate=self._has_sent_first)
 
     def idle_tick(self) -> None:
@@ -191,7 +177,7 @@ class SearcherRole:
             self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
         self.loader.load_newer()
         references = self.connection.references
-        if references is not None and references.newest_version > self.searcher.scorer.reference_version:
+        if references is not None and references.newest_version > self.searcher.reference_version:
             self.searcher.load_reference(references.fetch())  # a group is scored at once: it never mixes references
         if may_evaluate:
             self.evaluate_if_asked()
@@ -209,11 +195,8 @@ class SearcherRole:
         return self.make_evaluator()
 
     def _between_steps_of_evaluations(self) -> None:
-        self.work()
-        self.connection.handle_messages()  # a request to stop comes before an evaluation
-
-    def work(self) -> None:
         show_work(self.connection.row, self.searcher.engine, self.searcher.counts)
+        self.connection.handle_messages()  # a request to stop comes before an evaluation
 
 
 def show_work(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
@@ -224,28 +207,23 @@ def show_work(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
 
 
 def show(row: RoleCounters, engine: Engine, counts: SearchCounts) -> None:
-    """The numbers that the trainer shows."""
     row["version"], row["failures"] = engine.version, counts.failures
     row["groups"], row["responses"], row["tokens"] = counts.sent, counts.responses, counts.tokens
     row["tool_calls"], row["tool_errors"] = counts.tool_calls, counts.tool_errors
 
 
 FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)
-"""Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails or
-returns something else."""
-
-
-def prompts_per_searcher(config: Config) -> int:
-    """A searcher's share of a step."""
-    return -(-config.train.prompts_per_step // config.search.count)
+"""Errors that a new searcher would meet again."""
 
 
 def run_searcher(
     link: Link, *, config: Config, index: int, incarnation: str, logs: Path, connection: ConnectionHandle
 ) -> None:
     """The target of a searcher's process: load the model and search until this searcher is stopped."""
-    stock = STEPS_AT_HAND * prompts_per_searcher(config)
-    local = TrainerConnection(link, connection, config.runtime, index=index, stock=stock, note=acknowledged_log())
+    share = -(-config.train.prompts_per_step // config.search.count)  # of a step
+    local = TrainerConnection(
+        link, connection, config.runtime, index=index, stock=STEPS_AT_HAND * share, note=acknowledged_log()
+    )
     use_cpu(threads_of(config).searcher)
     own = config.for_searcher(index)  # evaluations and the pace go by the run's own config
     if must_hide(own):  # the device has another name in this process
@@ -259,8 +237,7 @@ def run_searcher(
         reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
-    # After the engines have copied the weights, which are the base's own.
-    adapt(loaded, own.model, seed=own.seed)
+    adapt(loaded, own.model, seed=own.seed)  # after the engines have copied the weights, which are the base's own
     counts = SearchCounts()
     searcher = make_searcher(
         own,
@@ -279,8 +256,7 @@ def run_searcher(
     # Engine and reference have copies of their own. Not so the base of an adapter, and evaluations need it after resets.
     if own.model.lora is None and not own.reference.reset_every:
         give_back(loaded)
-    # Workers of the rewards end however the search ends; those for evaluations are there only after the first request.
-    with ExitStack() as closing:
+    with ExitStack() as closing:  # workers of the rewards end however the search ends
         closing.callback(searcher.close)
 
         def start_scorer() -> Scorer:
@@ -299,11 +275,12 @@ def run_searcher(
             searcher=searcher,
             loader=WeightLoader(local, engine, report=partial(local.row.__setitem__, "mismatch_kl")),
             make_evaluator=evaluator,
-            first_groups=prompts_per_searcher(config),
+            first_groups=share,
         )
         try:
             role.start()
-            searcher.run(make_rollouts(config, searcher, role), role.tick)
+            paced = PacedRollouts(searcher, local.counters, role.idle_tick, config, max_unscored(config))
+            searcher.run(paced, role.tick)
         except Stopped:
             logger.info("stopped after %d groups", counts.sent)
         except FINAL as error:
@@ -318,30 +295,7 @@ def give_back(loaded: LoadedModel) -> None:
 
 
 def max_unscored(config: Config) -> int:
-    """Rollouts of a searcher that may wait for their rewards. They grow stale meanwhile: enough to keep both sides and all
-    workers of the rewards busy, otherwise no more than a step's worth."""
+    """Rollouts of a searcher that may wait for their rewards: enough to keep both sides and all workers of the rewards
+    busy, otherwise no more than a step's worth, for they grow stale."""
     busy = (config.search.reward_workers or 1) + GROUPS_AT_ONCE
     return max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.count, busy)
-
-
-def make_rollouts(config: Config, searcher: Searcher, role: SearcherRole) -> PacedRollouts:
-    return PacedRollouts(
-        prompts=searcher.prompts,
-        index=searcher.index,
-        prompts_per_step=config.train.prompts_per_step,
-        steps_per_batch=config.steps_per_batch,
-        max_lag=config.replay.max_lag if config.keeps_pace else None,
-        most_lag=role.connection.most_lag,
-        spare_lag=config.spare_lag,
-        rollout_lag=lambda: searcher.rollout_lag,
-        trainer_waits=role.connection.trainer_waits,
-        max_unscored=max_unscored(config),
-        version=lambda: searcher.engine.version,
-        generated=lambda: searcher.counts.generated,
-        unscored=lambda: searcher.rewards.outstanding,
-        lost=role.connection.lost_rollouts,
-        tick=role.idle_tick,
-        row=role.connection.row,
-        deadline_seconds=config.runtime.wait_seconds,
-        progress=role.connection.trainer_progress,
-    )

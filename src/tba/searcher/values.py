@@ -1,9 +1,5 @@
-"""Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards.
-
-A step ends with a token whose text holds a line break. The continuations are the searcher's work: it has the engine and
-the rewards. They are combined by the reward weights and the rule for cut-off responses as they are now, so a later change
-of either does not reach them.
-"""
+"""Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards. A step
+ends with a token whose text holds a line break. Later changes of the reward weights do not reach the values."""
 
 from __future__ import annotations
 
@@ -35,15 +31,13 @@ class StepValues:
     sampling: Sampling
     continuations: int
     cut_off_reward: float | None = None
-    """Reward of a continuation that was cut off, as of a response (train.truncated=penalise); None =
-    its own reward does."""
+    """Reward of a cut-off continuation (train.truncated=penalise); None = its own."""
     between_steps: Callable[[], None] | None = None
     _breaks: dict[int, bool] = field(default_factory=dict)
-    """Token id -> whether a step ends with it."""
 
     def __call__(self, engine: Engine, groups: Sequence[FinishedGroup]) -> list[list[np.ndarray]]:
-        """For each group and response. NaN at the first token too where no continuation could be scored. All prefixes of all
-        groups are continued side by side: those of one group alone would leave most slots of the engine empty."""
+        """For each group and response. All prefixes of all groups are continued side by side: those of one group alone
+        would leave most slots of the engine empty."""
         starts = [
             [(index, completion.token_ids, self.step_starts(completion.token_ids)) for completion in group.completions]
             for index, group in enumerate(groups)
@@ -56,30 +50,26 @@ class StepValues:
             for start in own
         }
         value_of = self._values(engine, groups, prefixes)
-
-        def values_of(index: int, token_ids: np.ndarray, own: list[int]) -> np.ndarray:
+        values: list[list[np.ndarray]] = [[] for _ in groups]
+        for index, token_ids, own in (response for of_group in starts for response in of_group):
             # A value stands at the first token of its step, NaN at the others.
-            values = np.full(len(token_ids), np.nan, np.float32)
-            values[own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
-            return values
-
-        return [[values_of(*response) for response in of_group] for of_group in starts]
+            values[index].append(np.full(len(token_ids), np.nan, np.float32))
+            values[index][-1][own] = [value_of[index, token_ids[:start].tobytes()] for start in own]
+        return values
 
     def step_starts(self, token_ids: np.ndarray) -> list[int]:
         """First token of every step: 0, and what follows a line break."""
-        # The last token is left out: no step begins after it.
-        ends = [place for place, token in enumerate(token_ids[:-1].tolist()) if self._ends_step(token)]
-        return [0, *(place + 1 for place in ends)]
-
-    def _ends_step(self, token: int) -> bool:
-        if token not in self._breaks:
-            self._breaks[token] = "\n" in self.tokenizer.decode([token])
-        return self._breaks[token]
+        starts = [0]
+        for place, token in enumerate(token_ids[:-1].tolist(), start=1):  # no step begins after the last token
+            if token not in self._breaks:
+                self._breaks[token] = "\n" in self.tokenizer.decode([token])
+            if self._breaks[token]:
+                starts.append(place)
+        return starts
 
     def _values(
         self, engine: Engine, groups: Sequence[FinishedGroup], prefixes: Mapping[Prefix, np.ndarray]
     ) -> dict[Prefix, float]:
-        """Mean reward of each prefix's continuations."""
         requests = []
         for (index, _), prefix in prefixes.items():
             prompt, completions = groups[index].prompt, groups[index].completions

@@ -15,33 +15,22 @@ import logging
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from tba.config import RewardConfig, TaskConfig
+from tba.config import TaskConfig
 from tba.config.task import code_name
-from tba.tasks.data.make_prompt import (
-    LazyPrompts,
-    hash_64,
-    make_prompt,
-    not_held_out,
-    nothing_left,
-    question_key,
-    share_of,
-)
+from tba.tasks.data.make_prompt import LazyPrompts, hash_64, not_held_out, nothing_left, question_key, share_of
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
-from tba.tasks.evaluation import AnswerEvaluator
-from tba.tasks.outcomes import Outcome, RewardFailed
-from tba.tasks.rewards.functions import RewardSet, episode_ends, named_rewards
+from tba.tasks.questions import RewardsTask
 from tba.tasks.rewards.load_function import GIVEN_ARGUMENTS, check_code, check_reward_function, shortened
-from tba.tasks.task import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.types import Completion, Prompt, combined_reward
+from tba.tasks.task import Split, TaskInputs
+from tba.types import Prompt
 
 logger = logging.getLogger("tba.tasks")
 
@@ -52,9 +41,8 @@ LEAST_TO_SPLIT = 20
 training."""
 
 
-class CustomTask:
-    """The task of a user's data and reward functions. `solved` means that the combined reward reaches 1, the usual meaning
-    of a 0/1 reward."""
+class CustomTask(RewardsTask):
+    """The task of a user's data and reward functions."""
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
@@ -62,37 +50,38 @@ class CustomTask:
         for place in config.environment.code:
             check_code(place)
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
-        self._functions = named_rewards(config.rewards)
-        self.reward_weights: Mapping[str, float] = {
+        super().__init__(config.rewards)
+        self.reward_weights = {
             # Rewards that environments give have weight 1, under the names of their classes.
             **{code_name(own): 1.0 for own in config.environment.players},
             **{reward.label: reward.weight for reward in config.rewards},
         }
-        self._config = config
-        self._prompts: dict[Split, Sequence[Prompt]]
+        self._data = config.data
         if config.data is None:
             count = config.num_train_prompts
             self._prompts = {
-                "train": NumberedPrompts("train", count),
-                "held_out": NumberedPrompts("held-out", HELD_OUT),
+                # The environment's reset, seeded by the prompt's id, says what there is to do.
+                "train": LazyPrompts(count, lambda place: silent_prompt(f"train-{place}", {})),
+                "held_out": LazyPrompts(HELD_OUT, lambda place: silent_prompt(f"held-out-{place}", {})),
             }
             self.split_message = f"trains on {count} numbered resets of the environment, and is evaluated on others."
+            """How the data is split, for the user."""
             return
-        reader = PromptReader(
-            inputs.tokenizer,
-            inputs.max_prompt_tokens,
-            config.chat_template_kwargs,
-            needed,
-            environments=bool(config.environment.players),
-        )
-        train, held_out = read_sides(config, reader, trains=inputs.trains)
-        self.split_message = _split_message(len(train), len(held_out), _held_out_message(config), held_out is train)
-        """How the data is split, for the user."""
+        train, held_out = read_sides(PromptReader(config, inputs, needed))
         self._prompts = {"train": train, "held_out": held_out}
-
-    @property
-    def isolated_rewards(self) -> Sequence[RewardConfig]:
-        return self._config.rewards
+        if held_out is train:
+            self.split_message = (
+                f"trains and is evaluated on the same {len(train)} prompts: fewer than {LEAST_TO_SPLIT} different ones are "
+                "not split. Give others as task.eval_data (eval_dataset)."
+            )
+        elif held_out:
+            message = f"is evaluated on {len(held_out)} others ({_held_out_message(config)})."
+            self.split_message = f"trains on {len(train)} prompts and {message}"
+        else:
+            self.split_message = (
+                f"trains on {len(train)} prompts and is not evaluated: none is held out ({_held_out_message(config)}). "
+                "task.eval_data gives some."
+            )
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":
@@ -102,38 +91,8 @@ class CustomTask:
                 "`tba evaluate RUN task.eval_data=test.jsonl`."
             )
         if split == "train" and not self._prompts["train"]:
-            raise nothing_left(self._config.data)
+            raise nothing_left(self._data)
         return self._prompts[split]
-
-    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
-        # For callers of their own: in a run the files of rewards are imported in the workers alone.
-        ids = [completion.token_ids.tolist() for completion in completions]
-        return RewardSet(self._functions).score(
-            prompt.text, prompt.columns, texts, ids, episodes=episode_ends(completions)
-        )
-
-    def solved(self, outcome: Outcome) -> bool:
-        if isinstance(outcome, RewardFailed):
-            return False
-        return combined_reward(outcome, self.reward_weights) >= 1.0 - 1e-9
-
-    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
-        return AnswerEvaluator(self, inputs, mean_rewards=True)
-
-
-def _split_message(num_train: int, num_held_out: int, message: str, is_same: bool) -> str:
-    if is_same:
-        return (
-            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} different ones are not "
-            "split. Give others as task.eval_data (eval_dataset)."
-        )
-    if not num_held_out:
-        return (
-            f"trains on {num_train} prompts and is not evaluated: none is held out ({message}). task.eval_data "
-            f"gives some."
-        )
-    return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({message})."
 
 
 def _held_out_message(config: TaskConfig) -> str:
@@ -154,49 +113,45 @@ def num_train_prompts(config: TaskConfig) -> int:
     if config.data is None:
         return config.num_train_prompts
     try:
-        reader = PromptReader(environments=bool(config.environment.players))
-        return len(read_sides(config, reader, trains=False, tells=False)[0])
+        return len(read_sides(PromptReader(config))[0])
     except (OSError, ValueError):
         return 0
 
 
-def read_sides(
-    config: TaskConfig, reader: PromptReader, *, trains: bool = True, tells: bool = True
-) -> tuple[FilePrompts, FilePrompts]:
-    """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
-    bad rows are left out without a warning."""
+def read_sides(reader: PromptReader) -> tuple[FilePrompts, FilePrompts]:
+    """The prompts to train on and those held out, one and the same where there are too few to split."""
+    config, trains = reader.config, reader.inputs is not None and reader.inputs.trains
     assert config.data is not None
     fraction = config.eval_fraction if config.eval_data is None else 0.0
-    train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)
+    train, held_out = read_prompts(reader, Path(config.data), fraction)
     data, different = _given_as("task.data", config.data), len({*train.keys, *held_out.keys})
     if fraction > 0.0 and different < LEAST_TO_SPLIT:
         # Read again, with nothing held out: held-out rows go back to their places.
-        train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
+        train, _ = read_prompts(reader, Path(config.data), 0.0)
         held_out = train
     elif not train:
         raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
     elif config.eval_data is not None:
-        held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
+        held_out, _ = read_prompts(reader, Path(config.eval_data), 0.0)
     if trains and different == 1:
         also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
         message = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
         logger.warning(message, data, len(train), also)
-    if held_out is not train:
-        train.leave_out(held_out, data=data, held_out_message=_held_out_message(config), trains=trains)
+    # A task of one prompt has no others to be evaluated on: it keeps it.
+    if held_out is not train and len(set(train.keys)) > 1:
+        message = _held_out_message(config)
+        train.keep(not_held_out(train.keys, set(held_out.keys), data=data, held_out=message, trains=trains))
     return train, held_out
 
 
-def read_prompts(
-    config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float, *, tells: bool = True
-) -> tuple[FilePrompts, FilePrompts]:
-    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
-    plain file stay there, so that it may be larger than memory."""
+def read_prompts(reader: PromptReader, path: Path, held_out_fraction: float) -> tuple[FilePrompts, FilePrompts]:
+    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
     names, ids = RowNames.of(path), set[int]()
-    bad = BadRows(config.on_bad_row, names=names)
+    bad = BadRows(reader.config.on_bad_row, names=names)
     # sides[0] trains, sides[1] is held out.
-    sides = [FilePrompts(path, lambda row: reader(row, path)) for _ in range(2)]
+    sides = [FilePrompts(path, reader) for _ in range(2)]
 
     def check(row: DataRow) -> None:
         prompt = reader(row, path)
@@ -208,26 +163,12 @@ def read_prompts(
         sides[share_of(_asked(prompt)) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
-    if tells:
+    if reader.inputs is not None:  # a count of prompts leaves them out without a warning
         bad.report()
     if not any(sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
     return sides[0], sides[1]
-
-
-@dataclass(frozen=True)
-class NumberedPrompts(LazyPrompts):
-    """Prompts of an environment without data: its reset, seeded by the prompt's id, says what there is to do."""
-
-    name: str
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def at(self, place: int) -> Prompt:
-        return silent_prompt(f"{self.name}-{place}", {})
 
 
 SILENT = [{"role": "user", "content": ""}]
@@ -248,21 +189,37 @@ def _asked(prompt: Prompt) -> str | list[dict[str, str]]:
 class PromptReader:
     """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is drawn."""
 
-    tokenizer: PreTrainedTokenizerBase | None = None
+    config: TaskConfig
+    inputs: TaskInputs | None = None
     """None = prompts are counted only, and have no tokens."""
-    max_tokens: int = 0
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template besides the messages."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Columns that every row must have, each with the name of the reward that needs it."""
-    environments: bool = False
-    """Whether a row may do without a prompt: an environment's reset says what there is to do."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
-        is_silent = self.environments and isinstance(row.value, dict) and "prompt" not in row.value
-        text = SILENT if is_silent else _prompt_text(row)
-        if self.tokenizer is None:
-            return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=text)
+        unusable = (
+            f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
+            '({"role": ..., "content": ...}).'
+        )
+        if not isinstance(row.value, dict):
+            raise BadRow("no object", unusable)
+        # An environment's reset says what there is to do: its rows may do without a prompt.
+        is_silent = bool(self.config.environment.players) and "prompt" not in row.value
+        if not is_silent and "prompt" not in row.value:
+            others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
+            raise BadRow("missing column", unusable + others)
+        text = SILENT if is_silent else row.value["prompt"]
+        if not isinstance(text, str) and not is_chat(text):
+            raise BadRow("wrong type", f"{unusable} Got {shortened(json.dumps(text, ensure_ascii=False), 120)}.")
+        contents = [text] if isinstance(text, str) else [message["content"] for message in text]
+        if not is_silent and not any(content.strip() for content in contents):
+            raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
+        # The `id` column; where there is none, the file's name and the line.
+        id = row.value.get("id")
+        if id is not None and not isinstance(id, str | int):
+            raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
+        id = f"{path.stem}-{row.line}" if id is None else str(id)
+        if self.inputs is None:
+            return Prompt(id=id, token_ids=np.zeros(0, np.int32), text=text)
         for column, reward in self.needed.items():
             # verl keeps its ground truth in a column of several values.
             of_verl = row.value.get("reward_model") if column == "ground_truth" else None
@@ -275,23 +232,17 @@ class PromptReader:
                     f"{hint}",
                 )
         if is_silent:
-            return silent_prompt(_id(row, path), row.value)
-        return make_prompt(
-            text=text,
-            id=_id(row, path),
-            columns={name: value for name, value in row.value.items() if name != "prompt"},
-            tokenizer=self.tokenizer,
-            max_tokens=self.max_tokens,
-            place=row.place,
-            template=self.template,
-        )
+            return silent_prompt(id, row.value)
+        columns = {name: value for name, value in row.value.items() if name != "prompt"}
+        return self.inputs.prompt(id, text, columns, place=row.place)
 
 
 class FilePrompts(LazyPrompts):
     """The prompts of some lines of a JSONL file, which must not change meanwhile. Two numbers of each are kept, and the key
     of its question; those of a compressed file are kept whole."""
 
-    def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
+    def __init__(self, path: Path, read: PromptReader) -> None:
+        super().__init__(0, self._at)
         self._path, self._read = path, read
         # 64-bit arrays and no lists: 24 bytes a prompt with its key.
         self._offsets, self._lines = array("q"), array("q")
@@ -314,12 +265,8 @@ class FilePrompts(LazyPrompts):
         self._offsets.append(row.offset)
         self._lines.append(row.line)
 
-    def leave_out(self, held_out: FilePrompts, *, data: str, held_out_message: str, trains: bool = True) -> None:
-        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
-        prompt has no others to be evaluated on: it keeps it."""
-        if len(set(self.keys)) == 1:
-            return
-        stays = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_message, trains=trains)
+    def keep(self, stays: Sequence[bool]) -> None:
+        """Drop the prompts that are not to stay."""
         self.keys = array("Q", compress(self.keys, stays))
         self._offsets, self._lines = (array("q", compress(own, stays)) for own in (self._offsets, self._lines))
         self._kept = None if self._kept is None else list(compress(self._kept, stays))
@@ -327,7 +274,7 @@ class FilePrompts(LazyPrompts):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def at(self, place: int) -> Prompt:
+    def _at(self, place: int) -> Prompt:
         if self._kept is not None:
             return self._kept[place]
         if self._stamp_now() != self._stamp:
@@ -337,31 +284,13 @@ class FilePrompts(LazyPrompts):
         # Read and encoded again at each draw: a searcher draws a prompt once an epoch.
         self._file.seek(self._offsets[place])
         line = self._lines[place]
-        return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
+        row = parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line)
+        return self._read(row, self._path)
 
     def _stamp_now(self) -> tuple[int, int]:
         """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
-
-
-def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
-    wanted = (
-        f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
-        '({"role": ..., "content": ...}).'
-    )
-    if not isinstance(row.value, dict):
-        raise BadRow("no object", wanted)
-    if "prompt" not in row.value:
-        others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
-        raise BadRow("missing column", wanted + others)
-    prompt = row.value["prompt"]
-    if not isinstance(prompt, str) and not is_chat(prompt):
-        raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
-    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    if not any(content.strip() for content in contents):
-        raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
-    return prompt
 
 
 def is_chat(value: Any) -> bool:
@@ -370,13 +299,3 @@ def is_chat(value: Any) -> bool:
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in value
     )
-
-
-def _id(row: DataRow, path: Path) -> str:
-    """The `id` column; where there is none, the file's name and the line."""
-    id = row.value.get("id")
-    if id is None:
-        return f"{path.stem}-{row.line}"
-    if not isinstance(id, str | int):
-        raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
-    return str(id)

@@ -67,16 +67,10 @@ def load_encoder(
     if tokenizer.pad_token is None:  # decoders have none, and texts of a batch need one
         tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
-    return LoadedEncoder(
-        model=model.to(resolve_device(device)).eval(), tokenizer=tokenizer, max_tokens=token_limit(model, tokenizer)
-    )
-
-
-def token_limit(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smaller of what tokenizer and model allow; many tokenizers name no limit, which reads as a huge one."""
     embeddings = getattr(model.base_model, "embeddings", None)
-    positions = getattr(embeddings, "position_embeddings", None)
-    padding = getattr(positions, "padding_idx", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     # RoBERTa counts positions from behind the padding's id: 514 of them are 512 tokens.
-    lost = 0 if padding is None else padding + 1
-    return min(int(tokenizer.model_max_length), context_length(model.config) - lost)
+    positions = context_length(model.config) - (0 if padding is None else padding + 1)
+    # Many tokenizers name no limit, which reads as a huge one.
+    limit = min(int(tokenizer.model_max_length), positions)
+    return LoadedEncoder(model=model.to(resolve_device(device)).eval(), tokenizer=tokenizer, max_tokens=limit)

@@ -1,17 +1,15 @@
-"""Evaluations: the evaluator for tasks whose responses are right or wrong, and the base of all evaluators. The base
-generates responses and measures the distance to the start model.
+"""Evaluations: the evaluator for tasks whose responses are right or wrong, and the base of all evaluators.
 
-A task makes its own evaluator (`Task.make_evaluator`): AnswerEvaluator, or one of its own as red_team/ and tldr/ have. Every
-figure is a mean over prompts of what their samples reached, and its standard error is over prompts too: the samples of a
+Every figure is a mean over prompts of what their samples reached. Its standard error is over prompts too: the samples of a
 prompt are solved or not together, and counting each would make the error look smaller than it is.
 
-What a model answered may be kept in a file, one JSON line a prompt, and two models be compared on the same prompts:
+Responses may be kept in a file, one JSON line a prompt, and two models be compared on the same prompts:
 
     tba evaluate RUN_A --samples 8 --responses a.jsonl
     tba evaluate RUN_B --samples 8 --responses b.jsonl --against a.jsonl
 
 Most of the spread of an evaluation is between prompts, which are hard or easy for both models. A paired difference is free
-of it, so it shows which of two models is better with far fewer prompts than their own standard errors suggest.
+of it, so it needs far fewer prompts than their own standard errors suggest.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import comb, exp
-from operator import methodcaller
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +38,21 @@ from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_rewa
 from tba.tasks.rewards.pool import finished_group, outcomes_of
 from tba.tasks.task import (
     BetweenSteps,
+    CheckedEvaluator,
     EvaluationInputs,
     Evaluator,
     FinishedGroup,
     KeepResponses,
     Rewards,
     Task,
+    user_code,
 )
-from tba.tasks.user_task import CheckedEvaluator, user_code
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 logger = logging.getLogger("tba.tasks")
 
 RESPONSES_AT_ONCE = 256
 """Number of responses that the start model scores together, between two heartbeats."""
-
-Components = Mapping[str, float | None]
-"""Reward components by name of one sample that has a reward."""
 
 
 def make_evaluator(
@@ -92,7 +88,6 @@ class TaskEvaluator:
         between_steps: BetweenSteps | None,
         finished: Callable[[FinishedGroup], None] = lambda group: None,
     ) -> list[FinishedGroup]:
-        """The responses to every prompt; see `respond`."""
         asked = (engine, self.inputs.tokenizer, self.prompts, samples_per_prompt, sampling)
         return respond(*asked, between_steps=between_steps, finished=finished)
 
@@ -106,81 +101,57 @@ class AnswerEvaluator(TaskEvaluator):
     was 0 or 1.
     """
 
-    def __init__(self, task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> None:
+    def __init__(self, task: Any, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> None:
         super().__init__(task, inputs)
         self._measures_means = mean_rewards
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         rewards, samples, keep = self.inputs.rewards, self.inputs.config.evaluate.samples_per_prompt, self.inputs.keep
+        weights, metrics = self.task.reward_weights, dict[str, float]()
         # Submitted as soon as they are there: a slow reward is called while others are written.
         first = self.respond(engine, 1, greedy(self.sampling), between_steps, rewards.submit)
         others = self.respond(engine, samples, self.sampling, between_steps, rewards.submit) if samples else []
         # Both passes are waited for at once, so that slow rewards of both are called side by side.
         found = outcomes_of(rewards, [*first, *others], between_polls=between_steps)
-        outcomes, sampled = found[: len(first)], found[len(first) :]
-        if keep is not None:
-            keep("greedy", first, outcomes, self._solved(outcomes))
-            if samples:
-                keep("sampled", others, sampled, self._solved(sampled))
-        # The order counts: the first metric is the headline, which also decides about the best checkpoint.
-        metrics = dict(self._mean_rewards(outcomes, "reward"))
-        solved = [own[0] for own in self._solved(outcomes)]
-        metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
-        if samples:
-            metrics |= sampled_metrics(self._solved(sampled), samples)
-            metrics |= self._mean_rewards(sampled, f"reward@{samples}")
-        return {**metrics, "num_prompts": float(len(self.prompts)), **_without_reward(found)}
-
-    def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         with user_code(type(self.task), ".solved"):
-            return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
+            solved = [[bool(self.task.solved(outcome)) for outcome in own] for own in found]
+        outcomes, sampled = found[: len(first)], found[len(first) :]
+        best, of_samples = solved[: len(first)], solved[len(first) :]
+        if keep is not None:
+            keep("greedy", first, outcomes, best)
+            if samples:
+                keep("sampled", others, sampled, of_samples)
+        # The order counts: the first metric is the headline, which also decides about the best checkpoint.
+        shares = ["accuracy"]
+        if self._measures_means:
+            metrics |= reward_metrics(outcomes, weights, name="reward")
+            # By all responses, not by the greedy ones alone: a graded reward may be 0 or 1 there by chance.
+            values = [combined_reward(components, weights) for own in found for components in _scored(own)]
+            binary = bool(values) and all(min(abs(value), abs(value - 1.0)) < 1e-6 for value in values)
+            shares = ["accuracy", "solved"] if binary else ["solved"]
+        metrics |= mean_metrics({name: [own[0] for own in best] for name in shares})
+        if samples:
+            metrics |= sampled_metrics(of_samples, samples)
+            if self._measures_means:
+                metrics |= reward_metrics(sampled, weights, name=f"reward@{samples}")
+        metrics["num_prompts"] = float(len(self.prompts))
+        # Reported and counted: responses without a reward are not solved, whatever they say.
+        if reasons := [why for own in found for outcome in own if (why := why_no_reward(outcome))]:
+            message = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
+            logger.warning(message, len(reasons), sum(map(len, found)), reasons[-1])
+            metrics["num_responses_without_reward"] = float(len(reasons))
+        return metrics
 
-    def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
-        """Names for the share of greedy responses that are solved."""
-        if not self._measures_means:
-            return ["accuracy"]
-        weights = self.task.reward_weights
-        # By all responses, not by the greedy ones alone: a graded reward may be 0 or 1 there by chance.
-        rewards = [combined_reward(components, weights) for own in outcomes for components in _scored(own)]
-        binary = bool(rewards) and all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in rewards)
-        return ["accuracy", "solved"] if binary else ["solved"]
 
-    def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
-        if not self._measures_means:
-            return {}
-        return reward_metrics(outcomes, self.task.reward_weights, name=name)
-
-
-def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """The number of responses without a reward, reported and counted: they are not solved, whatever they say. Empty =
-    all have one."""
-    reasons = [why for own in outcomes for outcome in own if (why := why_no_reward(outcome))]
-    if not reasons:
-        return {}
-    message = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
-    logger.warning(message, len(reasons), sum(map(len, outcomes)), reasons[-1])
-    return {"num_responses_without_reward": float(len(reasons))}
-
-
-def _scored(outcomes: Sequence[Outcome]) -> list[Components]:
+def _scored(outcomes: Sequence[Outcome]) -> list[Mapping[str, float | None]]:
     """The components of the samples that have a reward."""
     return [components for components in map(components_of, outcomes) if components is not None]
 
 
-def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Probability that at least one of k samples drawn without replacement is solved (unbiased, arXiv 2107.03374)."""
-    # comb(n, k) is 0 where k > n: with fewer than k failures every draw holds a solved one.
-    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
-
-
 def sampled_metrics(solved: Sequence[Sequence[bool]], k: int) -> dict[str, float]:
     """Metrics pass@k and avg@k over prompts; solved[p] has the k samples of prompt p."""
-    return mean_metrics(
-        {
-            f"pass@{k}": [pass_at_k(len(samples), sum(samples), k) for samples in solved],
-            f"avg@{k}": [sum(samples) / max(1, len(samples)) for samples in solved],
-        }
-    )
+    shares = [sum(samples) / max(1, len(samples)) for samples in solved]
+    return mean_metrics({f"pass@{k}": map(any, solved), f"avg@{k}": shares})
 
 
 def reward_metrics(
@@ -192,19 +163,13 @@ def reward_metrics(
     Responses without a reward, because it failed or because none was applicable, are left out, as in training; and so is one
     of several rewards where it is not applicable. A reward of weight 0 is measured here without being trained on.
     """
-    # Means are over prompts first: a prompt of which samples failed counts as much as the others.
     scored = [_scored(own) for own in outcomes]
-    values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
+    values = {name: [[combined_reward(components, weights) for components in own] for own in scored]}
     if len(weights) > 1:
-        for component in weights:
-            values[f"{name}/{component}"] = _prompt_means(scored, methodcaller("get", component))
-    return mean_metrics({metric: found for metric, found in values.items() if found})
-
-
-def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Components], float | None]) -> list[float]:
-    """The mean over each prompt's samples; a prompt without a value is left out."""
-    by_prompt = [[found for found in map(value, own) if found is not None] for own in scored]
-    return [sum(own) / len(own) for own in by_prompt if own]
+        for key in weights:
+            values[f"{name}/{key}"] = [[v for c in own if (v := c.get(key)) is not None] for own in scored]
+    # Means are over prompts first: a prompt of which samples failed counts as much as the others.
+    return mean_metrics({metric: [sum(own) / len(own) for own in of if own] for metric, of in values.items()})
 
 
 class CountedEngine:
@@ -257,15 +222,11 @@ def respond(
         own = completions[completion.prompt_id]
         own.append(completion)
         if len(own) == samples_per_prompt:
-            group = groups[completion.prompt_id] = _group(tokenizer, by_id[completion.prompt_id], own)
+            # An engine hands completions back in the order in which they end: short ones first.
+            own.sort(key=lambda completion: completion.sample_index)
+            group = groups[completion.prompt_id] = finished_group(tokenizer, by_id[completion.prompt_id], own)
             finished(group)
     return [groups[prompt.id] for prompt in prompts]
-
-
-def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion]) -> FinishedGroup:
-    # An engine hands completions back in the order in which they end: short ones first.
-    ordered = sorted(completions, key=lambda completion: completion.sample_index)
-    return finished_group(tokenizer, prompt, ordered)
 
 
 def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:
@@ -319,8 +280,7 @@ class Distance:
         self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None
     ) -> dict[str, float]:
         """Perplexity under the start model as in the paper, of all responses as one text: exp(NLL of the responses / number
-        of all tokens, prompts included); and `perplexity_per_sample`, the mean of each response's own, as in the official
-        code."""
+        of all tokens, prompts included); and `perplexity_per_sample`, the mean of each response's own."""
         # Perplexity is of the model itself, at temperature 1, whatever training samples at.
         log_start = self._log_probs(groups, 1.0, between_steps)
         nll = np.array([-float(start.sum()) for start in log_start])
@@ -335,9 +295,12 @@ class Distance:
     ) -> list[np.ndarray]:
         """Log-probabilities of every response's tokens under the start model, group after group."""
         prompts = [group.prompt.token_ids for group in groups for _ in group.completions]
-        responses = [completion.token_ids for group in groups for completion in group.completions]
-        parts = in_parts(len(responses), RESPONSES_AT_ONCE, between_steps)
-        return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
+        responses = [own.token_ids for group in groups for own in group.completions]
+        return [
+            scores
+            for part in in_parts(len(prompts), RESPONSES_AT_ONCE, between_steps)
+            for scores in self.start.score(prompts[part], responses[part], temperature)
+        ]
 
 
 RESAMPLES = 10_000
@@ -346,70 +309,51 @@ RESAMPLES_AT_ONCE = 500
 """Bootstrap samples whose prompts are drawn together: 10 MB of indices for 2,000 prompts."""
 
 
-@dataclass(frozen=True)
-class ResponsesFile:
-    """`ResponsesFile(path)("sampled", groups, outcomes, solved)` adds a line for each prompt."""
+@contextmanager
+def responses_file(path: Path) -> Iterator[KeepResponses]:
+    """Gives a function that adds a line for each prompt of one pass over the prompts. What lay at `path` stays until all is
+    there, and also where the evaluation fails. Says at once where the file cannot be written, or is something else."""
 
-    path: Path
+    def is_ours(path: Path) -> bool:
+        with path.open(encoding="utf-8") as file:
+            return {"prompt_id", "kind", "responses"} <= json.loads(file.readline()).keys()
 
-    @property
-    def partial(self) -> Path:
-        """Where lines go until all are there: what lay under the file's own name stays until then."""
-        return self.path.with_name(f"{self.path.name}.partial")
-
-    def begin(self) -> None:
-        """Begin anew; says at once where the file cannot be written, or is something else."""
-        check_may_replace("--responses", self.path, _is_responses)
-        try:
-            self.partial.write_text("")
-        except OSError as error:
-            raise ValueError(
-                f"--responses {self.path} cannot be written: {error.strerror}. Give another file."
-            ) from None
-
-    def __call__(
-        self,
+    def add(
         kind: str,
         groups: Sequence[FinishedGroup],
         outcomes: Sequence[Sequence[Outcome]],
         solved: Sequence[Sequence[bool]],
     ) -> None:
-        """Add the responses of one pass over the prompts; `kind` is greedy or sampled."""
-        with self.partial.open("a", encoding="utf-8") as file:
+        with partial.open("a", encoding="utf-8") as file:
             for group, of_group, right in zip(groups, outcomes, solved, strict=True):
-                responses = [
-                    {"text": text, **_rewards(outcome), "solved": bool(own)}
-                    for text, outcome, own in zip(group.texts, of_group, right, strict=True)
-                ]
+                responses = []
+                for text, outcome, own in zip(group.texts, of_group, right, strict=True):
+                    rewards: dict[str, object] = (
+                        {"reward_failed": str(outcome)}
+                        if isinstance(outcome, RewardFailed)
+                        else {"rewards": dict(outcome)}
+                    )
+                    responses.append({"text": text, **rewards, "solved": bool(own)})
                 line = {"prompt_id": group.prompt.id, "kind": kind, "prompt": group.prompt.text, "responses": responses}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def finish(self) -> None:
-        """All responses are there."""
+    check_may_replace("--responses", path, is_ours)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text("")
+    except OSError as error:
+        raise ValueError(f"--responses {path} cannot be written: {error.strerror}. Give another file.") from None
+    try:
+        yield add
         # Atomic: a reader sees the old file or the whole new one.
-        os.replace(self.partial, self.path)
-
-    def close(self) -> None:
-        """Leave nothing behind of an evaluation that failed."""
-        self.partial.unlink(missing_ok=True)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _is_responses(path: Path) -> bool:
-    with path.open(encoding="utf-8") as file:
-        return {"prompt_id", "kind", "responses"} <= json.loads(file.readline()).keys()
-
-
-def _rewards(outcome: Outcome) -> dict[str, Any]:
-    return {"reward_failed": str(outcome)} if isinstance(outcome, RewardFailed) else {"rewards": dict(outcome)}
-
-
-def read_shares(path: Path) -> dict[str, dict[str, float]]:
-    """By metric (accuracy, avg@k) and prompt id: the share of the prompt's responses that are solved."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[float]]]]:
-    """The shares that are solved, and by metric (reward/NAME, reward@k/NAME) and prompt id the values of each reward."""
+def read_responses(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[float]]]]:
+    """By metric and prompt id: the share of the prompt's responses that are solved (accuracy, avg@k), and the values of each
+    reward (reward/NAME, reward@k/NAME)."""
     found: dict[str, dict[str, float]] = {}
     rewards: dict[str, dict[str, list[float]]] = {}
     try:
@@ -442,7 +386,7 @@ def paired_differences(own: Path, other: Path) -> dict[str, dict[str, float]]:
     interval that holds 95% of its bootstrap samples. Rewards that are all 0 or 1 are left out: the share that is solved says
     the same."""
     # Differences are taken within a prompt: how hard a prompt is cancels out.
-    (ours, our_rewards), (theirs, their_rewards) = _read(own), _read(other)
+    (ours, our_rewards), (theirs, their_rewards) = read_responses(own), read_responses(other)
     for name in sorted(our_rewards.keys() & their_rewards.keys()):
         both = (our_rewards[name], their_rewards[name])
         if any(value not in (0.0, 1.0) for values in both for of_prompt in values.values() for value in of_prompt):
@@ -450,8 +394,12 @@ def paired_differences(own: Path, other: Path) -> dict[str, dict[str, float]]:
     # Sorted, so that the bootstrap draws the same prompts in every process.
     metrics = {name: sorted(set(ours[name]) & set(theirs[name])) for name in ours if name in theirs}
     if not any(metrics.values()):
+        contents = [
+            ", ".join(f"{name} of {len(values)} prompts" for name, values in side.items()) or "nothing"
+            for side in (ours, theirs)
+        ]
         raise ValueError(
-            f"{own} and {other} have no prompt and metric in common ({_contents(ours)}; {_contents(theirs)}): evaluate both "
+            f"{own} and {other} have no prompt and metric in common ({contents[0]}; {contents[1]}): evaluate both "
             "with the same task, split and number of samples."
         )
     return {
@@ -459,10 +407,6 @@ def paired_differences(own: Path, other: Path) -> dict[str, dict[str, float]]:
         for name, prompts in metrics.items()
         if prompts
     }
-
-
-def _contents(shares: Mapping[str, Mapping[str, float]]) -> str:
-    return ", ".join(f"{name} of {len(values)} prompts" for name, values in shares.items()) or "nothing"
 
 
 def difference(gaps: Sequence[float]) -> dict[str, float]:

@@ -28,17 +28,17 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.tasks.data.make_prompt import QuestionAnswer, Source
+from tba.tasks.data.make_prompt import Source
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.questions import QuestionTask
 
 
-def read_problem(row: DataRow) -> QuestionAnswer:
+def read_problem(row: DataRow) -> tuple[str, str]:
     require_object(row, columns="a `question` and an `answer`")
     question, answer = prompt_column(row, "question"), text_column(row, "answer")
     if marked_answer(answer) is None:
         raise BadRow("no answer", f"{row.place}: `answer` has no number after `####`; it ends with {answer[-40:]!r}.")
-    return QuestionAnswer(line=row.line, question=question, answer=answer, place=row.place)
+    return question, answer
 
 
 class GSM8KTask(QuestionTask):
@@ -147,20 +147,19 @@ def equal_answers(given: Number | None, wanted: Number) -> bool:
 
 def _plain(text: str) -> str:
     """LaTeX's and markdown's ways to write a number, as people write it: `1{,}000`, `\\frac{3}{4}`, `5\\text{ m}^2`."""
+
+    def fraction(found: re.Match[str]) -> str:
+        before = f"{found['before'].strip()} " if found["before"] else ""  # of a mixed number
+        return f"{before}{found[2] or found[3] or ''}/{found[4] or found[5] or ''}"
+
     # Order matters: marks and markdown first, because the patterns below expect plain digits.
     for mark, plain in MARKS:
         text = text.replace(mark, plain)
     text = MARKDOWN.sub("", text)
     if "\\" in text or "^" in text:
         # Both need a backslash or a power sign: most texts have none, and the patterns cost time.
-        text = UNIT_POWER.sub("", FRACTION.sub(_fraction, text))
+        text = UNIT_POWER.sub("", FRACTION.sub(fraction, text))
     return DOLLARS_AND_CENTS.sub(lambda found: f"{found[1]}.{found[2]:0>2}", text) if "cent" in text else text
-
-
-def _fraction(found: re.Match[str]) -> str:
-    before = f"{found['before'].strip()} " if found["before"] else ""  # of a mixed number
-    top, bottom = found[2] or found[3] or "", found[4] or found[5] or ""
-    return f"{before}{top}/{bottom}"
 
 
 def _marked(text: str) -> str:
@@ -169,20 +168,15 @@ def _marked(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """Content of the last box; empty without any."""
+    """Content of the last box, or what follows where it does not close; empty without any."""
     _, box, tail = text.rpartition(BOX)
-    return tail[: _closing_brace(tail)] if box else ""
-
-
-def _closing_brace(tail: str) -> int:
-    """Where the brace closes that was opened before `tail`; its end where none does."""
-    # Boxes hold braces of their own (\frac{1}{2}), so a pattern cannot find the end.
     depth = 1
-    for position, character in enumerate(tail):
+    # Boxes hold braces of their own (\frac{1}{2}), so a pattern cannot find the end.
+    for position, character in enumerate(tail if box else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return position
-    return len(tail)
+            return tail[:position]
+    return tail if box else ""
 
 
 def _number(found: re.Match[str]) -> Number | None:

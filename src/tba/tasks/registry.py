@@ -24,9 +24,8 @@ from tba.tasks.math.dataset import MathTask
 from tba.tasks.reasoning_gym.problems import ReasoningGymTask
 from tba.tasks.red_team.attacking import RedTeamTask
 from tba.tasks.rewards.load_function import load_named
-from tba.tasks.task import Task, TaskInputs
+from tba.tasks.task import Task, TaskInputs, user_code
 from tba.tasks.tldr.summarising import TLDRTask
-from tba.tasks.user_task import user_code
 from tba.tasks.verifiers.problems import VerifiersTask
 
 TASKS: dict[str, Callable[[TaskInputs], Task]] = {
@@ -39,6 +38,8 @@ TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "reasoning_gym": ReasoningGymTask,  # reasoning_gym:NAME
     "verifiers": VerifiersTask,  # verifiers:NAME
 }
+TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
+"""Names of the attributes and methods that every task has."""
 
 
 def make_task_for(config: Config, loaded: LoadedModel, *, trains: bool = True) -> Task:
@@ -74,8 +75,16 @@ def make_task(
     trains: bool = True,
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
-    # A user's file is imported here, in every role: only rewards have processes of their own.
-    kind = _task_class(config.name)
+    kind: Callable[[TaskInputs], Task]
+    if (registered := config.name.partition(":")[0] if is_of_package(config.name) else config.name) in TASKS:
+        kind = TASKS[registered]
+    elif ":" not in config.name:
+        raise ValueError(
+            f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}, or file.py:Class for a task of your own."
+        )
+    else:
+        # A user's file is imported here, in every role: only rewards have processes of their own.
+        kind = load_named(config.name, what=f"task.name={config.name}", kind="class", fits=inspect.isclass)
     inputs = TaskInputs(
         config=config,
         tokenizer=tokenizer,
@@ -97,21 +106,6 @@ def make_task(
     return task
 
 
-TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
-"""Names of the attributes and methods that every task has."""
-
-
-def _task_class(name: str) -> Callable[[TaskInputs], Task]:
-    """Class that makes the task: a registered one, or the one that `file.py:Class` names."""
-    if (registered := name.partition(":")[0] if is_of_package(name) else name) in TASKS:
-        return TASKS[registered]
-    if ":" not in name:
-        raise ValueError(
-            f"task.name={name!r} is not known: it may be {', '.join(TASKS)}, or file.py:Class for a task of your own."
-        )
-    return load_named(name, what=f"task.name={name}", kind="class", fits=inspect.isclass)
-
-
 def _own_settings(config: TaskConfig, kind: type[BaseModel] | None) -> BaseModel | None:
     """Settings of task.settings, checked by the task's own model; None where the task has none."""
     if kind is None:
@@ -124,9 +118,9 @@ def _own_settings(config: TaskConfig, kind: type[BaseModel] | None) -> BaseModel
     try:
         return kind.model_validate(config.settings)
     except ValidationError as error:
-        allowed = f"{config.label} takes {', '.join(kind.model_fields)}."
         problems = (
             f"task.settings.{'.'.join(map(str, problem['loc']))}: {problem['msg']}, got {problem['input']!r}"
             for problem in error.errors()
         )
+        allowed = f"{config.label} takes {', '.join(kind.model_fields)}."
         raise ValueError(f"{'; '.join(problems)}. {allowed}") from None

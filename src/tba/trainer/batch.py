@@ -1,10 +1,8 @@
-"""The batch of a step. Targets: reward and weight of each response, reference weight, temperature. Micro-batches, packed
-under a token budget. Metrics of the batch: rewards, distance to the reference, staleness.
+"""The batch of a step: its targets, its micro-batches, packed under a token budget, and its metrics.
 
 Targets are made from stored reward components when a batch is trained, so that weights, penalties, schedules and rules may
-change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit, so that
-attention blocks have little padding and group-coupled losses need one pass only. A prompt whose responses exceed the budget
-is spread over several micro-batches.
+change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit: attention
+blocks have little padding, and group-coupled losses need one pass only.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -22,14 +21,11 @@ from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.objective import centred
 from tba.types import Batch, Forward, Totals, on_device, total_reward
 
-ROUNDING = 1e-6
-"""Largest difference of rewards, as a share of the largest, that is rounding."""
-ROUNDING_DRIFT = 0.016
-"""Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart: mean |difference|."""
-LEAST_EXACT = 0.3
-"""Share of a drift in bf16 that is no rounding, at least."""
-LEAST_SIZE = 1e-4
-"""Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
+ROUNDING = 1e-6  # largest difference of rewards, as a share of the largest, that is rounding
+ROUNDING_DRIFT, LEAST_EXACT = 0.016, 0.3
+"""Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart (mean |difference|), and
+the share of a drift in bf16 that is no rounding, at least."""
+LEAST_SIZE = 1e-4  # below this size drift is the rounding of an engine, or all rewards of every prompt are the same
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
@@ -46,12 +42,8 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
 
 
 def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
-    batch = replace(batch, weight_PK=weight_PK)
-    totals = Totals(
-        prompts=int((weight_PK.sum(dim=1) > 0).sum()),
-        responses=int(weight_PK.sum()),
-        tokens=int(batch.kept_N.sum()),
-    )
+    batch, prompts = replace(batch, weight_PK=weight_PK), int((weight_PK.sum(dim=1) > 0).sum())
+    totals = Totals(prompts=prompts, responses=int(weight_PK.sum()), tokens=int(batch.kept_N.sum()))
     return replace(batch, totals=totals)
 
 
@@ -65,10 +57,7 @@ def shape_target(batch: Batch, config: Config, step: int, progress: float, *, be
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of one micro-batch.
-
-    Budget(max_tokens=16384) or Budget(max_tokens=16384, max_responses=4, share_prompts=False)
-    """
+    """Limits of one micro-batch: Budget(max_tokens=16384, max_responses=4, share_prompts=False)"""
 
     max_tokens: int
     max_responses: int | None = None
@@ -80,17 +69,11 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Some responses of a batch, packed.
+    """Some responses of a batch, packed: MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])"""
 
-    MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])
-    """
-
-    responses: Tensor
-    """int64, those of a prompt together and in order."""
-    tokens_N: Tensor
-    """int64: where the packed targets lie in the batch's N."""
-    prompts: Tensor
-    """int64: the prompts these responses belong to, in their order."""
+    responses: Tensor  # int64, those of a prompt together and in order
+    tokens_N: Tensor  # int64: where the packed targets lie in the batch's N
+    prompts: Tensor  # int64: the prompts these responses belong to, in their order
     begins: Tensor
     """bool: whether a prompt's first response is among them. What belongs to a prompt is counted there, once."""
     packed: PackedTokens
@@ -104,16 +87,13 @@ def _evenly(
     items: Sequence[int], budget: Budget, *, responses: int, cost: Callable[[Sequence[int], int], int]
 ) -> list[list[int]]:
     """Items of so many responses each, in the number of micro-batches that the budget takes, none much smaller than the
-    others: what is left over from full ones may take the host longer to launch than the device to compute, and full ones
-    take the most memory."""
+    others: small ones may take the host longer to launch than the device to compute."""
 
-    def split(max_tokens: int) -> list[list[int]]:
-        def joins(part: Sequence[int], _: int) -> bool:
-            return budget.admits(tokens=0, responses=(len(part) + 1) * responses)
+    def joins(part: Sequence[int], _: int) -> bool:
+        return budget.admits(tokens=0, responses=(len(part) + 1) * responses)
 
-        return split_by_budget(items, max_tokens=max_tokens, cost=cost, joins=joins)
-
-    full = split(budget.max_tokens)
+    split = partial(split_by_budget, items, cost=cost, joins=joins)
+    full = split(max_tokens=budget.max_tokens)
     if len(full) < 2:
         return full
     # Each item beside its neighbour, as in one large micro-batch: a prompt that they share counts once.
@@ -122,15 +102,14 @@ def _evenly(
     for share in EVEN_SHARES:
         limit = math.ceil(share * total / len(full))
         if limit < budget.max_tokens:
-            parts = split(limit)
+            parts = split(max_tokens=limit)
             if len(parts) == len(full):
                 return parts
     return full
 
 
 def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
-    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
-    a prompt exceeds the budget."""
+    """Whole prompts per micro-batch, similar lengths together, of about the same size; None when one exceeds the budget."""
     K, cost = batch.shape[1], _prompt_costs(batch, budget)
     # Group-coupled losses need a prompt's responses side by side: one that is spread costs all prompts a second pass.
     if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
@@ -140,8 +119,7 @@ def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) ->
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
-    """Responses per micro-batch, in order, micro-batches of about the same size; a single response beyond the budget runs
-    alone."""
+    """Responses per micro-batch, in order, of about the same size; a single response beyond the budget runs alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
 
     def cost(part: Sequence[int], response: int) -> int:
@@ -153,15 +131,12 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> l
 
 
 def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:
-    """Prompts of each micro-batch of each rank, whole; None when a prompt exceeds the budget or a rank would get none.
-
-    The costliest prompt left goes to the rank that has least to do.
-    """
+    """Prompts of each micro-batch of each rank, whole; None when a prompt exceeds the budget or a rank would get none."""
     # Every rank divides the same batch in the same way, so no rank needs a message about its part.
     cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):
-        rank = tokens.index(min(tokens))
+        rank = tokens.index(min(tokens))  # the costliest prompt left goes to the rank that has least to do
         own[rank].append(prompt)
         tokens[rank] += cost[prompt]
     dealt = [split_whole_prompts(batch, budget, prompts) for prompts in own]
@@ -184,8 +159,7 @@ def deal_responses(batch: Batch, budget: Budget, responses: Sequence[int], *, nu
 
 
 def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
-    """A micro-batch of no response, for a rank that has to take part: one token is computed, and what comes of it does not
-    count."""
+    """A micro-batch of no response, for a rank that has to take part: one token is computed, which does not count."""
     token, nothing = batch.prompt_tokens[0][:1].cpu(), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         responses=nothing,
@@ -197,7 +171,6 @@ def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
 
 
 def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) -> MicroBatch:
-    """Pack some responses of a batch, those of a prompt together."""
     K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
     for prompt, of_prompt in groupby(responses, key=lambda response: response // K):
@@ -217,7 +190,6 @@ def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) 
 
 
 def _prompt_costs(batch: Batch, budget: Budget) -> list[int]:
-    """Packed tokens of each prompt with its responses."""
     (P, K) = batch.shape
     response_tokens = batch.lengths.view(P, K).sum(dim=1).tolist()
     copies = 1 if budget.share_prompts else K
@@ -237,7 +209,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
     std_P = (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
     return {
-        **_means(batch, log_pi_N, kept_PK),
+        **response_means(batch, log_pi_N, kept_PK),
         **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
         "reward_std": float(std_P.mean()),
         "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
@@ -247,13 +219,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     }
 
 
-def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-    """Metrics of all sampled responses, for the collapse guard: where equal-reward groups or cut-off responses lose their
-    weight, those that count look well until none is left."""
-    return _means(batch, log_pi_N, batch.sampled_PK)
-
-
-def _means(batch: Batch, log_pi_N: Tensor, kept_PK: Tensor) -> dict[str, float]:
+def response_means(batch: Batch, log_pi_N: Tensor, kept_PK: Tensor) -> dict[str, float]:
     log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
     return {
         "reward": float(batch.reward_PK[kept_PK].mean()),
@@ -300,9 +266,7 @@ def without_rounding(nats: float, tokens: float) -> float:
 
 def hold_out(batch: Batch) -> tuple[Batch, list[int]]:
     """The batch with a quarter of its responses dropped, and those responses: whole prompts where there are four or more.
-
-    What an update does to them is what it does to new responses; responses that it follows move several times as far.
-    """
+    An update does to them what it does to new responses; responses that it follows move several times as far."""
     weight_PK = batch.weight_PK.clone()
     if len(weight_PK) >= 4:
         weight_PK[3::4] = 0.0
@@ -338,10 +302,8 @@ def _differing_rewards(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def drift_reward_correlation(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:
     """Correlation, within prompts, of the rewards with the drift log_pi now - log_pi when generated; None without drift.
-
-    Responses that have not been trained on yet are an unseen test of the last updates: where those were signal, the policy
-    has already moved towards the better of them; where they were noise, it has moved at random.
-    """
+    Where the last updates were signal, the policy has already moved towards the better of responses that it has not been
+    trained on; where they were noise, it has moved at random."""
     weight_PK = known_PK.to(drift_PK.dtype)
     moved_PK = centred(torch.where(known_PK, drift_PK, torch.zeros_like(drift_PK)), weight_PK)
     better_PK = centred(reward_PK.to(drift_PK.dtype), weight_PK)
@@ -351,11 +313,9 @@ def drift_reward_correlation(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tens
 
 def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, float]:
     """How far the policy is on its way from the reference to the target pi_ref exp(r / beta), on the CPU:
-    `tb/target_reached` and `tb/reward_spread`; nothing where no prompt's responses differ in their rewards.
-
-    At the target beta x (log_pi - log_ref) and the reward differ by a constant for each prompt; at the reference the former
-    is 0. So the slope of the one on the other, within prompts, goes from 0 to 1.
-    """
+    `tb/target_reached` and `tb/reward_spread`; nothing where no prompt's responses differ in their rewards. At the target
+    beta x (log_pi - log_ref) and the reward differ by a constant for each prompt; at the reference the former is 0. So the
+    slope of the one on the other, within prompts, goes from 0 to 1."""
     kept_PK = batch.weight_PK > 0
     log_ratio_PK = batch.sum_per_response(log_pi_N - batch.log_ref_N).double()
     moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), kept_PK.double())

@@ -1,13 +1,11 @@
-"""The collapse guard: the trained batches watched against their own recent past, and the answers to an alarm:
-healthy checkpoints, the warning, the stop, and the rollback (`roll_back` in loop.py).
+"""The collapse guard: the trained batches watched against their own recent past, and the answers to an alarm: healthy
+checkpoints, the warning, the stop, and the rollback (`roll_back` in loop.py).
 
-A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave the
-reference, and the reward follows. The past is raw values of healthy steps; the present is the mean of the last RECENT, so
-that one odd batch is silent, and so is a dip that is over by the time the mean shows it. A step enters the past only when it
-has left the present and nothing was suspected meanwhile: a collapse never becomes its own yardstick.
-
-Signs that a healthy run shows too are silent while the reward rises: fewer tokens, a lower entropy and a distance to the
-reference then look like learning.
+A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave
+the reference, and the reward follows. The present is the mean of the last RECENT batches, so that one odd batch is
+silent. A step enters the past only when it has left the present and nothing was suspected meanwhile. Signs that a
+healthy run shows too are silent while the reward rises: fewer tokens, a lower entropy and a distance to the reference
+then look like learning.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -33,41 +31,25 @@ LENGTH, CLIPPED = "completions/mean_length", "completions/clipped_ratio"
 ENTROPY, REWARD, KL = "entropy", "reward", "kl"
 WATCHED = (LENGTH, CLIPPED, ENTROPY, REWARD, KL)
 
-RECENT = 8
-"""Number of batches whose mean is the present."""
-PAST = 80
-"""Most healthy batches that the past holds."""
-FIRST_PAST = 16
-"""Number of healthy batches before anything is judged."""
-SETTLED_PAST = 40
-"""Number of healthy batches before small signs are judged: KL starts at 0 and has no usual value yet, and stale data make
-some runs dip at first."""
-PERSISTENCE = 3
-"""Number of steps in a row that a rule must be broken to raise an alarm."""
-NEWEST = 2
-"""Number of batches, the last ones, by which a breach may be over while the mean of RECENT still shows it."""
-BACK = 0.5
-"""Share of the way back to the healthy values that the newest batches must have left at most for that."""
-RECOVERY = 10
-"""Number of steps in a row without a broken rule that end an alarm."""
+RECENT, PAST = 8, 80  # number of batches whose mean is the present, and most healthy batches that the past holds
+FIRST_PAST, SETTLED_PAST = 16, 40
+"""Number of healthy batches before anything is judged, and before small signs are: KL starts at 0 and has no usual value
+yet, and stale data make some runs dip at first."""
+PERSISTENCE, RECOVERY = 3, 10
+"""Number of steps in a row that a rule must be broken to raise an alarm, and without a broken rule that end it."""
+NEWEST, BACK = 2, 0.5
+"""A breach is over if the last NEWEST batches have left at most this share of the way back to the healthy values."""
 
-SHORT, LONG = 1 / 3, 3.0
-"""Length, as a factor of the past one, below or above which responses have shrunk or grown."""
+SHORT, LONG = 1 / 3, 3.0  # length, as a factor of the past one, below or above which responses have shrunk or grown
 MOSTLY_CLIPPED, CLIPPED_RISE = 0.5, 0.25
 """Share of cut-off responses that is too many, and the part of it that must be new."""
-FLAT, WILD = 1 / 5, 3.0
-"""Entropy, as a factor of the past one, below or above which it counts as a sign."""
-KL_NATS = 0.5
-"""Distance to the reference, in nats beyond the usual one, that is the least to count."""
-KL_TIMES, KL_NOISE = 1.5, 4.0
-"""Distance to the reference that counts beside a fall of the reward: as a factor of the usual one, in noise of one batch."""
-KL_TIMES_HIGHEST = 1.1
-"""Distance to the reference that counts, as a factor of the highest of the past: with stale weights distance and reward may
-swing, again and again as far."""
+FLAT, WILD = 1 / 5, 3.0  # entropy, as a factor of the past one, below or above which it counts as a sign
+KL_NATS, KL_TIMES, KL_NOISE, KL_TIMES_HIGHEST = 0.5, 1.5, 4.0, 1.1
+"""Distance to the reference that counts beside a fall of the reward: nats beyond the usual one, as a factor of that, in
+noise of one batch, and as a factor of the highest (with stale weights distance and reward may swing again and again)."""
 FALLEN_NOISE, FALLEN_SHARE = 1.5, 0.05
 """Fall of the reward that counts beside another sign: in noise of one batch, and as a share of its best."""
-RISEN_NOISE = 0.5
-"""Rise of the reward, in noise of one batch, with which short or cut-off responses are no sign."""
+RISEN_NOISE = 0.5  # rise of the reward, in noise of one batch, with which short or cut-off responses are no sign
 FAR_NOISE, FAR_SHARE, FIRST_FAR_SHARE = 3.0, 0.25, 0.5
 """Fall of the reward that counts alone: in noise of one batch, as a share of its best, and that share before the past is
 settled."""
@@ -81,36 +63,25 @@ ADVICE = {
     "reward": f"{MEND}; look at samples.jsonl for what the policy says now.",
 }
 
-LEAST_EVERY = 20
-"""Steps between healthy checkpoints, at least."""
-MOST_ROLLBACKS = 2
-"""A run that collapses again at a quarter of its learning rate has another trouble than the rate."""
+LEAST_EVERY = 20  # steps between healthy checkpoints, at least
+MOST_ROLLBACKS = 2  # a run that collapses again at a quarter of its learning rate has another trouble than the rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A rule that is broken now.
-
-    Breach(rule="short", metric="completions/mean_length", value=8.1, healthy=27.5, words="mean length is 8.1 ...")
-    """
-
     rule: str
     metric: str
-    value: float
-    """Mean of the last RECENT batches."""
-    healthy: float
-    """Median of the past; for the reward, its best."""
+    value: float  # mean of the last RECENT batches
+    healthy: float  # median of the past; for the reward, its best
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm(Breach):
-    """A breach that lasted. Its `message` is a message of whole sentences that end with what to try."""
+    """A breach that lasted. Its `message` is whole sentences that end with what to try."""
 
-    step: int
-    """Step at which the alarm was raised."""
-    since: int
-    """First step of the batches that broke the rule: a checkpoint from before it is not of the collapse."""
+    step: int  # step at which the alarm was raised
+    since: int  # first step of the batches that broke the rule: a checkpoint from before it is not of the collapse
 
 
 class CollapseGuard:
@@ -122,8 +93,7 @@ class CollapseGuard:
         self._streaks: dict[str, tuple[int, int]] = {}
         """Of each rule that is broken now the first step that counted, and the number of batches in a row."""
         self._quiet = 0
-        self.alarm: Alarm | None = None
-        """The one that lasts; None = healthy."""
+        self.alarm: Alarm | None = None  # the one that lasts; None = healthy
 
     def state(self) -> dict[str, Any]:
         return {**vars(self), "alarm": None if self.alarm is None else vars(self.alarm)}
@@ -144,12 +114,16 @@ class CollapseGuard:
             return self.alarm
         self._recent.append((step, values))
         left = self._recent.popleft() if len(self._recent) > RECENT else None
-        breaches = self._breaches()
+        breaches: list[Breach] = []
+        if len(self._past) >= FIRST_PAST:
+            view = View([values for _, values in self._recent], self._past)
+            breaches = [breach for breach in view.breaches() if not view.is_over(breach)]
         # The mean that breaks a rule is over all of RECENT: a checkpoint from within them is not from before.
         new = self._recent[0][0], 0
         streaks = [(breach.rule, self._streaks.get(breach.rule, new)) for breach in breaches]
         self._streaks = {rule: (since, batches + 1) for rule, (since, batches) in streaks}
         self._quiet = 0 if breaches else self._quiet + 1
+        # The first rule that stays broken gives the alarm its words.
         lasting = [breach for breach in breaches if self._streaks[breach.rule][1] >= PERSISTENCE]
         if self.alarm is None and lasting:
             breach, since = lasting[0], self._streaks[lasting[0].rule][0]
@@ -161,143 +135,85 @@ class CollapseGuard:
             self._past.append(left[1])
         return self.alarm
 
-    def _breaches(self) -> list[Breach]:
-        if len(self._past) < FIRST_PAST:
-            return []
-        recent = [values for _, values in self._recent]
-        view = View(recent, self._past)
-        breaches = [breach for rule in RULES if (breach := rule(view)) is not None]
-        return [breach for breach in breaches if not view.is_over(breach, recent[-NEWEST:])]
-
 
 class View:
-    """The present beside the past, as the rules see it. Most steps are healthy at a glance at the reward, the length and the
-    entropy: what only a closer look needs is computed when a rule takes it."""
-
     def __init__(self, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> None:
-        self.now = {name: statistics.fmean([values[name] for values in recent]) for name in WATCHED}
-        """Mean of the recent batches, by metric."""
+        self._newest = recent[-NEWEST:]
+        self._now = {name: statistics.fmean([values[name] for values in recent]) for name in WATCHED}
         self._past = {name: [values[name] for values in past] for name in WATCHED}
-        self.settled = len(past) >= SETTLED_PAST
-        """Whether the past is long enough to judge small signs."""
+        self._settled = len(past) >= SETTLED_PAST
 
     @cached_property
-    def usual(self) -> Mapping[str, float]:
-        """Median of the past, by metric."""
+    def _usual(self) -> Mapping[str, float]:
         return {name: statistics.median(values) for name, values in self._past.items()}
 
     @cached_property
-    def reward_noise(self) -> float:
-        """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. It is that of
-        most batches, or of all where most are equal."""
-        return _usual_noise(self._past[REWARD]) or _counting_noise(self._past[REWARD])
-
-    @cached_property
-    def widest_reward_noise(self) -> float:
-        """Standard deviation of one batch's mean reward with the rare batches that stand out, at least reward_noise: what a
-        fall without another sign must exceed."""
-        return max(_usual_noise(self._past[REWARD]), _counting_noise(self._past[REWARD]))
-
-    @cached_property
-    def kl_noise(self) -> float:
-        """Standard deviation of one batch's KL, from neighbours."""
-        return _usual_noise(self._past[KL])
-
-    @cached_property
-    def best_reward(self) -> float:
+    def _best_reward(self) -> float:
         """Best mean of 2 RECENT neighbours in the past: one lucky draw of prompts must not set it."""
         return _highest_mean(self._past[REWARD], 2 * RECENT)
 
     @cached_property
-    def highest_kl(self) -> float:
-        """Highest mean of RECENT neighbours in the past."""
-        return _highest_mean(self._past[KL], RECENT)
+    def _reward_noise(self) -> tuple[float, float]:
+        """Standard deviation of one batch's mean reward: of most batches (of all where most are equal), and with the rare
+        batches that stand out, at least as large. A fall without another sign must exceed the second."""
+        usual, counting = _usual_noise(self._past[REWARD]), _counting_noise(self._past[REWARD])
+        return usual or counting, max(usual, counting)
 
-    @property
-    def reward_risen(self) -> bool:
-        """Whether the reward is above the usual and not on its way down from its best. Being above the best is not
-        asked: where responses become concise at once, the best has followed the reward long before the usual length has
-        followed the length."""
-        return self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.reward_noise and not self.reward_fell_a_little
-
-    def reward_fell(self, *, by: float, share: float) -> bool:
+    def _reward_fell(self, *, by: float, share: float) -> bool:
         """Whether the reward is below its best by more than `by` and by more than `share` of the best."""
-        return self.best_reward - self.now[REWARD] > max(by, share * abs(self.best_reward))
+        return self._best_reward - self._now[REWARD] > max(by, share * abs(self._best_reward))
 
-    @property
-    def reward_fell_a_little(self) -> bool:
-        return self.reward_fell(by=FALLEN_NOISE * self.reward_noise, share=FALLEN_SHARE)
+    def breaches(self) -> Iterator[Breach]:
+        now, usual, noise = self._now, self._usual, self._reward_noise[0]
+        reward = f"the reward is {now[REWARD]:.3g} after {self._best_reward:.3g}"
+        fell = self._reward_fell(by=FALLEN_NOISE * noise, share=FALLEN_SHARE)
+        # Above the usual and not on its way down from its best. Being above the best is not asked: where responses become
+        # concise at once, the best has followed the reward long before the usual length has followed the length.
+        risen = now[REWARD] > usual[REWARD] + RISEN_NOISE * noise and not fell
+        # Shrinking responses whose reward rises are merely concise.
+        if now[LENGTH] < SHORT * usual[LENGTH] and not risen:
+            message = f"responses have shrunk to {now[LENGTH]:.3g} tokens, usual were {usual[LENGTH]:.3g}; {reward}"
+            yield self._breach("short", LENGTH, message)
+        # Most responses are cut off now and were not, or they are three times as long and a good part is cut off.
+        mostly = now[CLIPPED] >= MOSTLY_CLIPPED or now[LENGTH] > LONG * usual[LENGTH]
+        if now[CLIPPED] - usual[CLIPPED] >= CLIPPED_RISE and mostly and not risen:
+            shares = f"a share of {now[CLIPPED]:.3g} of the responses is cut off, usual was {usual[CLIPPED]:.3g}"
+            yield self._breach("clipped", CLIPPED, f"{shares}; {reward}")
+        # A learned task leaves little entropy and a high reward; only together with a falling one it is a collapse.
+        if not FLAT * usual[ENTROPY] <= now[ENTROPY] <= WILD * usual[ENTROPY] and fell:
+            message = f"entropy is {now[ENTROPY]:.3g} nats per token, usual was {usual[ENTROPY]:.3g}; {reward}"
+            yield self._breach("entropy", ENTROPY, message)
+        if self._left_reference():
+            kl = f"the policy is {now[KL]:.3g} nats per response from the reference, usual was {usual[KL]:.3g}"
+            yield self._breach("kl", KL, f"{kl}; {reward}")
+        far = FAR_SHARE if self._settled else FIRST_FAR_SHARE
+        if self._reward_fell(by=0.0, share=far) and self._reward_fell(by=FAR_NOISE * self._reward_noise[1], share=far):
+            message = f"the reward has fallen to {now[REWARD]:.3g}, its best was {self._best_reward:.3g}"
+            yield self._breach("reward", REWARD, message)
 
-    @property
-    def reward_fell_far(self) -> bool:
-        share = FAR_SHARE if self.settled else FIRST_FAR_SHARE
-        return self.reward_fell(by=0.0, share=share) and self.reward_fell(
-            by=FAR_NOISE * self.widest_reward_noise, share=share
-        )
+    def _left_reference(self) -> bool:
+        """A policy that leaves the reference and earns less. The fall must exceed the widest noise: where rewards are rare,
+        the best of the past is mostly luck, and a distance alone is what any learning from noise looks like."""
+        now, usual = self._now[KL], abs(self._usual[KL])
+        if not self._settled or now <= max(usual + KL_NATS, KL_TIMES * usual):
+            return False
+        highest = _highest_mean(self._past[KL], RECENT)
+        far = now > max(usual + KL_NOISE * _usual_noise(self._past[KL]), KL_TIMES_HIGHEST * highest)
+        return far and self._reward_fell(by=FALLEN_NOISE * self._reward_noise[1], share=FALLEN_SHARE)
 
-    def is_over(self, breach: Breach, newest: Sequence[Mapping[str, float]]) -> bool:
+    def _breach(self, rule: str, metric: str, message: str) -> Breach:
+        healthy = self._best_reward if metric == REWARD else self._usual[metric]
+        return Breach(rule=rule, metric=metric, value=self._now[metric], healthy=healthy, message=message)
+
+    def is_over(self, breach: Breach) -> bool:
         """Whether the newest batches are back, in the metric of the breach and in the reward: a dip of a few steps would be
         called when there is nothing left to mend, and a run that goes back would lose what it has learned since."""
-        healthy = {REWARD: self.best_reward, breach.metric: breach.healthy}
+        healthy = {REWARD: self._best_reward, breach.metric: breach.healthy}
         return all(
-            abs(statistics.fmean([values[name] for values in newest]) - value) < BACK * abs(self.now[name] - value)
+            abs(statistics.fmean([values[name] for values in self._newest]) - value)
+            < BACK * abs(self._now[name] - value)
             for name, value in healthy.items()
         )
-
-    def breach(self, rule: str, metric: str, message: str) -> Breach:
-        """A breach of a rule by this metric; `message` may name {now}, {usual} and {reward}."""
-        now, usual = self.now[metric], self.best_reward if metric == REWARD else self.usual[metric]
-        reward = f"the reward is {self.now[REWARD]:.3g} after {self.best_reward:.3g}"
-        message = message.format(now=f"{now:.3g}", usual=f"{usual:.3g}", reward=reward)
-        return Breach(rule=rule, metric=metric, value=now, healthy=usual, message=message)
-
-
-def _short(view: View) -> Breach | None:
-    """Shrinking responses whose reward rises are merely concise."""
-    if view.now[LENGTH] >= SHORT * view.usual[LENGTH] or view.reward_risen:
-        return None
-    return view.breach("short", LENGTH, "responses have shrunk to {now} tokens, usual were {usual}; {reward}")
-
-
-def _clipped(view: View) -> Breach | None:
-    """Most responses are cut off now and were not, or they are three times as long and a good part is cut off."""
-    now, rise = view.now[CLIPPED], view.now[CLIPPED] - view.usual[CLIPPED]
-    long = view.now[LENGTH] > LONG * view.usual[LENGTH]
-    if rise < CLIPPED_RISE or not (now >= MOSTLY_CLIPPED or long) or view.reward_risen:
-        return None
-    return view.breach("clipped", CLIPPED, "a share of {now} of the responses is cut off, usual was {usual}; {reward}")
-
-
-def _entropy(view: View) -> Breach | None:
-    """A learned task leaves little entropy and a high reward; only together with a falling one it is a collapse."""
-    now, usual = view.now[ENTROPY], view.usual[ENTROPY]
-    if FLAT * usual <= now <= WILD * usual or not view.reward_fell_a_little:
-        return None
-    return view.breach("entropy", ENTROPY, "entropy is {now} nats per token, usual was {usual}; {reward}")
-
-
-def _kl(view: View) -> Breach | None:
-    """A policy that leaves the reference and earns less. The fall must exceed the widest noise: where rewards are rare, the
-    best of the past is mostly luck, and a distance alone is what any learning from noise looks like."""
-    now, usual = view.now[KL], abs(view.usual[KL])
-    if not view.settled or now <= max(usual + KL_NATS, KL_TIMES * usual):
-        return None
-    far = max(usual + KL_NOISE * view.kl_noise, KL_TIMES_HIGHEST * view.highest_kl)
-    if now <= far or not view.reward_fell(by=FALLEN_NOISE * view.widest_reward_noise, share=FALLEN_SHARE):
-        return None
-    return view.breach(
-        "kl", KL, "the policy is {now} nats per response from the reference, usual was {usual}; {reward}"
-    )
-
-
-def _reward(view: View) -> Breach | None:
-    if not view.reward_fell_far:
-        return None
-    return view.breach("reward", REWARD, "the reward has fallen to {now}, its best was {usual}")
-
-
-RULES = (_short, _clipped, _entropy, _kl, _reward)
-"""Rules in order: the first that stays broken gives the alarm its words."""
 
 
 def _usual_noise(values: Sequence[float]) -> float:
@@ -307,13 +223,8 @@ def _usual_noise(values: Sequence[float]) -> float:
 
 
 def _counting_noise(values: Sequence[float]) -> float:
-    """Standard deviation around a slow trend, by the mean square of the differences of neighbours.
-
-    A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most differences are 0 and so is the
-    robust estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean
-    square has that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's
-    responses.
-    """
+    """Standard deviation around a slow trend, by the mean square of the differences of neighbours. Where rewards are 0 or 1
+    and most batches have none, the robust estimate is 0; this one is right however rare the successes are."""
     squares = [(after - before) ** 2 for before, after in pairwise(values)]
     return math.sqrt(statistics.fmean(squares) / 2.0)
 
@@ -335,31 +246,29 @@ class Health:
     config: Config
     recorder: Recorder
     checkpoints: Checkpoints
-    guard: CollapseGuard = field(default_factory=CollapseGuard)
-    alarm: Alarm | None = field(default=None, init=False)
-    """The one that lasts."""
+    guard: CollapseGuard = field(default_factory=CollapseGuard, init=False)
+    alarm: Alarm | None = field(default=None, init=False)  # the one that lasts
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm."""
+        """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm. It comes before any checkpoint
+        of the step is written, and `save_if_due` after it."""
         # The same groups again are no news: their noise from step to step looks far too small.
         if (step - 1) % self.config.steps_per_batch == 0:
             self._note_alarm(step, self.guard.step(step, metrics))
-        self._drop_outlived(step)
+        held = self.checkpoints.held
+        if not self.guard.suspects:
+            # An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse: an alarm
+            # dates the collapse back by fewer batches than these.
+            proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
+            self._release(sorted(saved for saved in held if saved + proven_after <= step)[:-1])
+        may_keep = self.checkpoints.keep > 0 and not self.guard.suspects
         if self.recorder.progress >= 1.0:
             self.finish()
-        elif self._is_due(step):
-            self.checkpoints.held.add(step)  # before any checkpoint of this step is written: it has to know of it
+        elif may_keep and self.recorder.passed_tenth and step - max(held, default=0) >= LEAST_EVERY:
+            held.add(step)  # before any checkpoint of this step is written: it has to know of it
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
-
-    def _is_due(self, step: int) -> bool:
-        """After each tenth of the run, but LEAST_EVERY steps at least, as long as nothing is suspected."""
-        if self.checkpoints.keep == 0 or self.guard.suspects:
-            return False
-        return self.recorder.passed_tenth and step - max(self.checkpoints.held, default=0) >= LEAST_EVERY
-
-    # The trainer calls `step` before it writes any checkpoint of a step, and `save_if_due` after it.
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
@@ -420,21 +329,18 @@ class Health:
         """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none. A run
         that goes back may need an older one too, when it collapses again."""
         on_disk = self.checkpoints.by_step()
-        newest = self._newest(on_disk, since)
+        before = [step for step in on_disk if step < since]
+        # To go back to, one is better whose last batches are all from before, and that the run has not gone back to yet:
+        # it collapsed again from there.
+        tried = {rollback["to"] for rollback in self.recorder.rollbacks}
+        better = [step for step in before if step < since - self._margin and step not in tried]
+        newest = max(better or before, default=-1)
         older = {step for step in self.checkpoints.held if self._goes_back and step < since}
         self._release(self.checkpoints.held - older - {newest})
         # One of the guard's own stays by `held`. A regular one needs the pin, or `keep` would drop it.
         if newest not in self.checkpoints.extra:
             self.checkpoints.pinned = newest if newest >= 0 else None
         return on_disk.get(newest)
-
-    def _newest(self, steps: Iterable[int], since: int) -> int:
-        """The newest step before `since`, -1 = none. To go back to, one is better whose last batches are all from before,
-        and that the run has not gone back to yet: it collapsed again from there."""
-        before = [step for step in steps if step < since]
-        tried = {rollback["to"] for rollback in self.recorder.rollbacks}
-        better = [step for step in before if step < since - self._margin and step not in tried]
-        return max(better or before, default=-1)
 
     @property
     def _goes_back(self) -> bool:
@@ -450,16 +356,6 @@ class Health:
         if path is None:
             return "There is no checkpoint from before: it came too soon after the start."
         return f"The newest checkpoint from before is kept: {self.recorder.folder.path / path}."
-
-    def _drop_outlived(self, step: int) -> None:
-        """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
-        if not self.guard.suspects:
-            # An alarm dates the collapse back by fewer batches than these: an older checkpoint is from before any new
-            # one.
-            proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
-            proven = sorted(saved for saved in self.checkpoints.held if saved + proven_after <= step)
-            # The newest that is proven is the one to go back to.
-            self._release(proven[:-1])
 
     def _release(self, steps: Iterable[int]) -> None:
         for step in sorted(steps):

@@ -37,54 +37,42 @@ from typing import Any
 
 from tba.config import Config
 
-START = 1e-6
-"""Rate of the first update before its scale is known: so low that it harms no model."""
+START = 1e-6  # rate of the first update before its scale is known: so low that it harms no model
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
-"""The signal before the first batch shows it, and the least signal. It is known to .02 after 32 batches."""
+"""The signal before the first batch shows it, and the least. It is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
 end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
 asks for is noise (one_family: .92 instead of .98). In a run of few steps that noise costs less than what is not reached."""
-MOST_DRIFT = 2.0
-"""Nats that the policy may have moved since a response that is trained was begun."""
+MOST_DRIFT = 2.0  # nats that the policy may have moved since a response that is trained was begun
 FIRST_STEPS = 8
 """Steps in which the first drift is waited for. A policy that has not moved by then is not learning."""
-LAST_PART = 0.5
-"""Share of the run, at its end, in which the rate falls to zero."""
+LAST_PART, LEAST_DECAY = 0.5, 0.1
+"""Share of the run, at its end, in which the rate falls to zero. Below the second share of its height nothing is learned
+about it any more: drifts become too small to measure."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of a run for which train.target_drift holds, and the largest factor for shorter and longer runs."""
-RISE = 2.0
-"""Largest factor by which the rate rises from one step to the next."""
-MEMORY = 32
-"""Largest number of batches in an average."""
-LEAST_DECAY = 0.1
-"""Share of its height below which the rate only falls: drifts become too small to measure."""
-VERSIONS_KEPT = 1024
-"""Number of versions whose rates are remembered; what is older counts as of the oldest."""
+RISE, MEMORY = 2.0, 32
+"""Largest factor by which the rate rises from one step to the next, and largest number of batches in an average."""
+VERSIONS_KEPT = 1024  # number of versions whose rates are remembered; what is older counts as of the oldest
 
 
 @dataclass
 class LearningRate:
-    """The rate in use; what it has learned is part of a checkpoint."""
-
     config: Config
-    rate: float = field(init=False)
-    """Rate of `auto` before it falls at the end of the run."""
+    rate: float = field(init=False)  # rate of `auto` before it falls at the end of the run
     stiffness: float = field(init=False, default=math.nan)
     """Log of the drift in nats that one update of rate 1 would make; NaN = not measured yet."""
     signal: float = field(init=False, default=USUAL_SIGNAL)
     entropy: float = field(init=False, default=math.nan)
     """Nats per response of the last batch, at least LEAST_ENTROPY; NaN = not measured yet."""
     batches: int = field(init=False, default=0)
-    """Number of batches whose drift was measured."""
     squares: float = field(init=False, default=0.0)
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
-    squares_before: deque[float] = field(init=False)
-    """The same before each of the last versions, the newest last."""
+    squares_before: deque[float] = field(init=False)  # the same before each of the last versions, the newest last
     own_factor: float = field(init=False, default=1.0)
     """How many times as far the first update moved its own batch as new responses."""
     horizon_factor: float = field(init=False, default=1.0)
-    """The horizon's factor at the last batch."""
     scale: float = field(init=False, default=1.0)
     """Factor of the given schedule, or of the size that `auto` aims at: less than 1 after a collapse."""
 
@@ -118,7 +106,10 @@ class LearningRate:
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
-        if self.sees_new_responses and "off_policy/drift_reward_correlation" in found:
+        # Only where no response of a batch was trained on before: the drift of one that was is its own push.
+        train, replay = self.config.train, self.config.replay
+        sees_new = train.updates_per_batch == replay.max_replay_ratio == replay.on_policy_probability == 1
+        if sees_new and "off_policy/drift_reward_correlation" in found:
             self.signal += (found["off_policy/drift_reward_correlation"] - self.signal) / min(self.batches + 2, MEMORY)
         # log(drift / sqrt(sum of rate^2)): nats by an update of rate 1.
         stiffness = math.log(drift) - 0.5 * math.log(squares)
@@ -140,22 +131,12 @@ class LearningRate:
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
 
     @property
-    def sees_new_responses(self) -> bool:
-        """Whether no response of a batch was trained on before: the drift of one that was is its own push."""
-        train, replay = self.config.train, self.config.replay
-        return train.updates_per_batch == replay.max_replay_ratio == replay.on_policy_probability == 1
-
-    @property
-    def target(self) -> float:
-        """Nats of drift for each sqrt(signal x entropy)."""
-        return self.scale * self.horizon_factor * self.config.train.target_drift
-
-    @property
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
         entropy = min(MOST_ENTROPY * max(1.0, self.horizon_factor**2), self.entropy)
         long = max(1.0, entropy / MOST_ENTROPY)
-        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy * long)
+        target = self.scale * self.horizon_factor * self.config.train.target_drift
+        return target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy * long)
 
     def most_lag(self, step: int, progress: float) -> float:
         """Number of updates that the policy may be ahead of a response that is trained, by their length."""
@@ -178,7 +159,6 @@ class LearningRate:
         return self.at(0, progress) * math.exp(self.stiffness) if known else 0.0
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
-        """Take the rate of an update that was made."""
         self.squares += rate**2
         if of_new_batch:
             self.squares_before.append(self.squares)
@@ -210,7 +190,6 @@ class LearningRate:
         return self.squares - (newer + (lag - whole) * (older - newer))
 
     def scale_down(self, scale: float) -> None:
-        """Go on with another `scale`, at once."""
         self.rate, self.scale = self.rate * scale / self.scale, scale
 
     def state(self) -> dict[str, Any]:

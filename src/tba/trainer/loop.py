@@ -1,9 +1,9 @@
 """The trainer: take in arrived groups, train an earlier batch again, sample, step, publish.
 
-It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
-groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since they are not
-generated a second time. Where searcher and trainer take turns they are removed, since they are generated again, token by
-token. They are also removed after a collapse or a resume from an earlier checkpoint, whose later policy is given up.
+It loads a checkpoint where a process resumes a run, and where a run leaves a collapse behind. The durable replay then
+holds groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again. Where searcher
+and trainer take turns they are removed, since they are generated again, token by token. They are also removed after a
+collapse or a resume from an earlier checkpoint, whose later policy is given up.
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import GroupStore
-from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.runtime.channels import GroupReceiver, WeightPublisher, wait_until
 from tba.runtime.columns import columns_of
+from tba.runtime.counters import RoleCounters
 from tba.runtime.prompt_queue import PromptQueue
-from tba.trainer.batch import batch_metrics, combine, target_metrics, watched_metrics
-from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
-from tba.trainer.gate import Gate
+from tba.trainer.batch import batch_metrics, combine, response_means, target_metrics
+from tba.trainer.checkpoint import Checkpoints, CorruptCheckpoint, Stateful, check_manifest
 from tba.trainer.health import MOST_ROLLBACKS, Collapsed, Health
 from tba.trainer.learning_rate import LearningRate
 from tba.trainer.mismatch import MismatchProbe, mismatch_of_batch
 from tba.trainer.reference import Beta, ReferenceResets
-from tba.trainer.state import Stateful
 from tba.trainer.step import StepResult, TrainStep
 from tba.trainer.updates import SpareTime, Updates, with_old_values
-from tba.types import Batch, ResponseCounts, TrajectoryGroup
+from tba.types import Batch, GroupId, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
-GENTLER = 0.5
-"""Factor of the learning rate with each rollback."""
+GENTLER = 0.5  # factor of the learning rate with each rollback
+SAVED = (
+    "step_index",
+    "received",
+    "lost",
+    "fresh_rewards",
+    "fresh_reward",
+)  # attributes that a checkpoint holds as they are
 
 
 @dataclass
@@ -65,30 +70,23 @@ class Trainer:
     beta: Beta
     updates: Updates
     prompt_queue: PromptQueue
-    """The prompt queue, which knows the holder of every rollout."""
     counts: ResponseCounts
-    references: ReferenceResets | None = None
-    """Makes the policy the reference now and then; None = it never does."""
-    health: Health | None = None
-    """Watches for a collapse; None with observe.on_collapse=off."""
-    durable: GroupStore | None = None
-    """Writes accepted groups to disk; None with replay.durability=off."""
+    references: ReferenceResets | None = None  # makes the policy the reference now and then; None = it never does
+    health: Health | None = None  # watches for a collapse; None with observe.on_collapse=off
+    durable: GroupStore | None = None  # writes accepted groups to disk; None with replay.durability=off
     probe: MismatchProbe | None = None
     """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
-    gate: Gate | None = None
-    """Holds a step back until there is enough to train on; None where the roles take turns."""
+    gate: Gate | None = None  # holds a step back until there is enough to train on; None where the roles take turns
     restart_searchers: Callable[[Mapping[str, int]], None] | None = None
     """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
-    receive_seconds: float = field(default=0.0, init=False)
-    """Time that `receive` took since the last step."""
+    receive_seconds: float = field(default=0.0, init=False)  # time `receive` took since the last step
     lost: set[str] = field(default_factory=set, init=False)
     """Ids of prompts whose last rollout brought no response: every one was lost to its reward."""
     fresh_rewards: list[float] = field(default_factory=list, init=False)
     """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
-    fresh_reward: float = field(default=math.nan, init=False)
-    """Their mean; where none came, that of the step before."""
+    fresh_reward: float = field(default=math.nan, init=False)  # their mean; where none came, that of the step before
     spare: SpareTime = field(default_factory=SpareTime, init=False)
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights at the end of a step."""
@@ -113,15 +111,13 @@ class Trainer:
             waited = self.gate.wait(self) if self.needs_batch else 0.0
             if self.step_index > 1:  # before that searchers have only begun
                 self.spare.add(waited + (0.0 if was_ready else again))
-        self.recorder.training_starts()
+        self.recorder.clock.start()
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.updates.first(batch, step=self.step_index, progress=progress)
         # The batch stays on the host, where its metrics are computed.
         log_pi_N = result.outputs.log_pi_N.cpu()
-        measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
-        measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
-        measured |= self.schedules()
+        measured = self._measured(batch, result, log_pi_N)
         self.beta.follow(measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -135,26 +131,24 @@ class Trainer:
             # Before searchers see the new version: its first prompts must keep the new limit.
             self.gate.row["most_lag"] = self.rate.most_lag(self.step_index, self.progress)
         publishing = self.publish_if_due()
-        times = {
-            "receive": self.receive_seconds,
-            "second_update": again,
-            "wait_for_batch": waited,
-            "step": time.perf_counter() - started,
-            "publish_weights": publishing,
-        }
-        self.spare.step_seconds = times["step"]
-        self.receive_seconds = 0.0
-        watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
-        self.record(batch, measured, watched, times)
-        # Only now is the step whole: after an error further up, no checkpoint is made of the weights
-        # (weights_are_consistent).
-        self.train_step.moved = False
-        # Before save_if_due: a checkpoint of a step that is given up would only be dropped again.
+        times = {"receive": self.receive_seconds, "second_update": again, "wait_for_batch": waited}
+        times |= {"step": time.perf_counter() - started, "publish_weights": publishing}
+        self.spare.step_seconds, self.receive_seconds = times["step"], 0.0
+        # For the guard, of all sampled responses: where equal-reward groups or cut-off responses lose their weight, those
+        # that count look well until none is left.
+        watched = {**response_means(batch, log_pi_N, batch.sampled_PK), "entropy": result.entropy}
+        self._record(batch, measured, watched, times)
+        self.train_step.moved = False  # only now is the step whole (weights_are_consistent)
+        # Before it is saved: a checkpoint of a step that is given up would only be dropped again.
         if self.health is not None and self.health.rolls_back:
             self.roll_back(self.health)
             return result
-        self.save_if_due()
+        # Checkpoints on schedule and at the end are the last thing of a step: nothing of it is missing in them.
+        every = self.config.train.checkpoint_every
+        if self.done or (every is not None and self.step_index % every == 0):
+            self.save()
         if self.health is not None:
+            self.health.save_if_due(self.step_index)
             self.health.stop_if_asked()
         return result
 
@@ -162,39 +156,29 @@ class Trainer:
         """The second update on an earlier batch, if it is due; returns the seconds it took."""
         started = time.perf_counter()
         trained = self.updates.second(step=self.step_index, progress=self.progress)
-        if not trained:
-            return 0.0
         self.counts.again += trained
-        return time.perf_counter() - started
+        return time.perf_counter() - started if trained else 0.0
 
-    def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-        """Searchers against this trainer at one version, in steps where that was measured."""
-        # A batch of an asynchronous run may hold responses that a trainer before a resume called this version.
-        found = None
-        if self.probe is not None:
-            found = self.probe.take(self.step_index)
-        elif self.config.is_synchronous:
-            found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
-        return {} if found is None else {"off_policy/mismatch_kl": found}
-
-    def schedules(self) -> dict[str, float]:
-        """Values of the schedules for the step that is made now."""
+    def _measured(self, batch: Batch, result: StepResult, log_pi_N: Tensor) -> dict[str, float]:
+        """Metrics of the update just made, which has seen `log_pi_N` before it, and the schedules' values for it."""
         step, progress = self.step_index, self.progress
-        return {
-            "beta": self.beta.at(step, progress) * self.updates.reward_unit,
-            "target_temperature": self.config.target_temperature_at(step, progress),
-        }
-
-    def measure_target(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
-        """How far the policy is on its way to beta's target; nothing of a target that is shaped otherwise."""
-        step, has_target = self.step_index, self.train_step.objective.needs.target
-        if not has_target or not self.config.has_plain_target_at(step, self.progress):
-            return {}
-        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress) * self.updates.reward_unit)
+        beta = self.beta.at(step, progress) * self.updates.reward_unit
+        found = {**result.metrics, **batch_metrics(batch, log_pi_N, step=step)}
+        # Searchers against this trainer at one version. Not by the batch of an asynchronous run: it may hold responses that
+        # a trainer before a resume called this version.
+        mismatch = None
+        if self.probe is not None:
+            mismatch = self.probe.take(step)
+        elif self.config.is_synchronous:
+            mismatch = mismatch_of_batch(batch, log_pi_N, step=step)
+        if mismatch is not None:
+            found["off_policy/mismatch_kl"] = mismatch
+        if self.train_step.objective.needs.target and self.config.has_plain_target_at(step, progress):
+            found |= target_metrics(batch, log_pi_N, beta=beta)
+        return {**found, "beta": beta, "target_temperature": self.config.target_temperature_at(step, progress)}
 
     @property
     def needs_batch(self) -> bool:
-        """Whether the next step samples a batch, or trains on the last one again."""
         return self.step_index % self.config.train.updates_per_batch == 0
 
     @property
@@ -217,8 +201,7 @@ class Trainer:
 
     @property
     def weights_are_consistent(self) -> bool:
-        """Whether the weights are those of `step_index`, or of a second update after it, all finite: not so after an error
-        in the middle of an update."""
+        """Whether the weights are finite and of no half-made update, as after an error in the middle of one."""
         return not self.train_step.moved and self.train_step.is_finite
 
     def receive(self) -> None:
@@ -226,35 +209,33 @@ class Trainer:
         started = time.perf_counter()
         groups = self.receiver.drain()
         if self.prompt_queue.outstanding:
-            self.recorder.training_starts()  # a searcher has its first rollout
+            self.recorder.clock.start()  # a searcher has its first rollout
         for group in groups:
             if self.probe is not None:
                 self.probe.look(group, step=self.step_index)
             if self.add(group):
-                self.count(group)
+                self._count(group)
         # Senders keep a group until it is acknowledged: with a durable replay, until it is on disk and not in the
         # buffer alone.
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
         self.receive_seconds += time.perf_counter() - started
 
     def add(self, group: TrajectoryGroup) -> bool:
-        """Store a group; False where it came before."""
-        new = self.add_to_buffer(group)  # first: what it refuses as wrong is not written either
+        new = self._add_to_buffer(group)  # first: what it refuses as wrong is not written either
         if self.durable is not None:
             self.durable.append(group, step=self.step_index)
         return new
 
-    def add_to_buffer(self, group: TrajectoryGroup) -> bool:
+    def _add_to_buffer(self, group: TrajectoryGroup) -> bool:
         """Add a group that arrives, or is stored on disk already; False where it came before."""
-        new = not self.replay.has_received(group.id)
+        new = not self.replay.marks.passed(GroupId.parse(group.id))
         if new:
             # Only for a new group: it may be scored anew, which costs the reference a forward pass.
             admitted = group if self.references is None else self.references.admit(group)
             self.replay.add(admitted, step=self.step_index)
         return new
 
-    def count(self, group: TrajectoryGroup) -> None:
-        """Close the rollout of this group in the prompt queue."""
+    def _count(self, group: TrajectoryGroup) -> None:
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
@@ -265,13 +246,15 @@ class Trainer:
         self.recorder.group_received(self.step_index, group)
 
     def close(self) -> None:
-        """Commit what was received."""
         if self.durable is not None:
             self.durable.close()
 
     def sample(self) -> Batch:
-        train = self.config.train
-        batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
+        train, prompts = self.config.train, self.config.train.prompts_per_step
+        if self.config.is_synchronous and self.config.replay.on_policy_probability == 1.0:
+            # Without replay no more than came this step: older groups must not fill up for those lost to failing rewards.
+            prompts = min(prompts, self.received)
+        batch = self.replay.sample(prompts, train.samples_per_prompt, step=self.step_index)
         self.received = 0
         return combine(batch, train, reward_weights=self.reward_weights)
 
@@ -279,12 +262,6 @@ class Trainer:
         """Responses that are too old to train on leave the buffer (replay.max_lag)."""
         if self.config.expires and self.config.replay.max_lag is not None:
             self.replay.expire(self.step_index - self.config.replay.max_lag)
-
-    def _prompts_to_sample(self) -> int:
-        """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those
-        lost to failing rewards."""
-        wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
-        return min(wanted, self.received) if self.config.is_synchronous and only_fresh else wanted
 
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
@@ -295,22 +272,13 @@ class Trainer:
         # Not after the last step: nothing would be trained against the new reference.
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if reset:
-            self.beta.start_over()
+            self.beta.kl = 0.0  # the reference is the policy itself from now on
             self.updates.forget()
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
         return time.perf_counter() - started
 
-    def save_if_due(self) -> None:
-        """Checkpoints on schedule and at the end. This is the last thing of a step: nothing of it is missing in them."""
-        every = self.config.train.checkpoint_every
-        if self.done or (every is not None and self.step_index % every == 0):
-            self.save()
-        if self.health is not None:
-            self.health.save_if_due(self.step_index)
-
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one."""
         self.checkpoints.save(self.step_index)
         self.recorder.saved(self.step_index, self.checkpoints.wait)
 
@@ -318,12 +286,8 @@ class Trainer:
         """State that the next step depends on, besides weights and optimizer."""
         log_z = self.train_step.policy.log_z
         return {
-            "step": self.step_index,
+            **{name: getattr(self, name) for name in SAVED},
             "counts": vars(self.counts),
-            "received": self.received,
-            "lost_prompts": sorted(self.lost),
-            "fresh_rewards": self.fresh_rewards,
-            "fresh_reward": self.fresh_reward,
             # A resume between two updates of a batch trains on the same batch. One that is used up is not written.
             "batch": None if self.needs_batch else self.batch,
             "log_z_started": log_z is not None and log_z.started,
@@ -332,9 +296,8 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.step_index, self.batch = state["step"], state["batch"]
-        self.received, self.lost, self.last_row = state["received"], set(state["lost_prompts"]), state["last_row"]
-        self.fresh_rewards, self.fresh_reward = state["fresh_rewards"], state["fresh_reward"]
+        for name in (*SAVED, "batch", "last_row"):
+            setattr(self, name, state[name])
         vars(self.counts).update(state["counts"])
         if self.train_step.policy.log_z is not None:
             self.train_step.policy.log_z.started = state["log_z_started"]
@@ -347,20 +310,30 @@ class Trainer:
         checkpoints could have been gone on from, their steps are given up with what was generated for them."""
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)
-        gives_up = self.config.is_synchronous or self.checkpoints.has_later(self.step_index)
-        if gives_up:
-            self.forget_rows()
-        self.leave_behind()
+        later = any(step > self.step_index for step, _ in self.checkpoints.folder.resumable())
+        gives_up = self.config.is_synchronous or later
+        self._leave_behind(forget_rows=gives_up)
         if not gives_up and self.durable is not None and self.last_row is not None:
-            self.take_in_stored(self.durable, after=self.last_row)
+            # In the order of their arrival, as if they arrived now.
+            taken = sum(self._take_in(stored.group) for stored in self.durable.load(after=self.last_row))
+            if taken:
+                logger.info(
+                    "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
+                )
             # The checkpoint may hold groups whose rows were never committed: their numbers must not be given to new
             # groups.
             self.durable.go_on_after(self.last_row)
 
+    def _take_in(self, group: TrajectoryGroup) -> bool:
+        """Add a group of the durable replay; False where it came before."""
+        new = self._add_to_buffer(group)
+        if new and group.rollout >= 0:  # imported ones were not counted the first time either
+            self._count(group)
+        return new
+
     def roll_back(self, health: Health) -> None:
-        """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
-        with a gentler step. What came after it is removed, and searchers begin anew: nothing of the weights given up arrives
-        later."""
+        """Restore the newest checkpoint from before the collapse and go on with a gentler step. What came after it is
+        removed, and searchers begin anew: nothing of the weights given up arrives later."""
         alarm, path, recorder = health.alarm, health.kept, self.recorder
         assert alarm is not None
         assert path is not None
@@ -372,16 +345,14 @@ class Trainer:
                 f"stopped at step {recorder.steps}: {alarm.message} It cannot be rolled back: {error}"
             ) from None
         # Read before the load, which sets the recorder back to what it knew at the checkpoint.
-        rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
+        rollbacks = recorder.rollbacks
         self.checkpoints.load(path)
-        self.forget_rows()
-        self.leave_behind()
+        self._leave_behind(forget_rows=True)
         # The factor is absolute: the loaded state may be from before an earlier rollback and have another scale.
         to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
         self.rate.scale_down(factor)
         recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
-        if is_regular:
-            self.checkpoints.pinned = to  # the only one from before: the next rollback may need it
+        self.checkpoints.pinned = to  # maybe the only one from before: the next rollback may need it
         if self.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
             self.publisher.publish(self.train_step.weights(to))
         # After the publication: a searcher begins with the weights that it finds.
@@ -392,48 +363,25 @@ class Trainer:
             *(alarm.step, alarm.message, path, factor, len(recorder.rollbacks), MOST_ROLLBACKS),
         )
 
-    def forget_rows(self) -> None:
-        """Remove the groups of the durable replay that came after the checkpoint."""
-        if self.durable is not None and self.last_row is not None:
+    def _leave_behind(self, *, forget_rows: bool) -> None:
+        """Drop the stored groups that came after the checkpoint if they are given up, later checkpoints, then the lines of
+        their steps: a process that is killed in between leaves a run that can go on from what is left. An evaluation that
+        came after the checkpoint was saved may be the best one."""
+        if forget_rows and self.durable is not None and self.last_row is not None:
             self.durable.return_to(self.last_row, self.replay.marks)
-
-    def leave_behind(self) -> None:
-        """Drop later checkpoints, then the lines of their steps: a process that is killed in between leaves a run that can
-        go on from what is left. An evaluation that came after the checkpoint was saved may be the best one."""
         self.checkpoints.drop_after(self.step_index)
         self.recorder.cut_files()
         self.checkpoints.recall_best({step: self.score(metrics) for step, metrics in self.recorder.late})
         self.recorder.best = self.checkpoints.best
 
-    def take_in_stored(self, durable: GroupStore, *, after: int) -> None:
-        """Add the groups of the durable replay after this row, in the order of their arrival, as if they arrived now."""
-        taken = 0
-        for stored in durable.load(after=after):
-            if self.add_to_buffer(stored.group):
-                taken += 1
-                if stored.group.rollout >= 0:  # imported ones were not counted the first time either
-                    self.count(stored.group)
-        if taken:
-            logger.info(
-                "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
-            )
-
     def _parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful | None] = {
-            "replay": self.replay,
-            "rollouts": self.prompt_queue,
-            "learning_rate": self.rate,
-            "beta": self.beta,
-            "updates": self.updates,
-            "references": self.references,
-            "health": self.health,
-            "recorder": self.recorder,
-        }
+        parts: dict[str, Stateful | None] = {"replay": self.replay, "rollouts": self.prompt_queue}
+        parts |= {"learning_rate": self.rate, "beta": self.beta, "updates": self.updates}
+        parts |= {"references": self.references, "health": self.health, "recorder": self.recorder}
         return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The evaluation of a step has come: the weights of the best one so far are kept. That of a step that is made again
-        after a resume may come twice."""
+        """The evaluation of a step has come, after a resume maybe again: the weights of the best one so far are kept."""
         # A version above step_index was published by a trainer that died after its last checkpoint, or is given up.
         if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
             return
@@ -455,12 +403,8 @@ class Trainer:
         logger.warning("an evaluation has no %s, by which the best is kept: it is not the best.", name)
         return -math.inf
 
-    def record(
-        self,
-        batch: Batch,
-        measured: Mapping[str, float],
-        watched: Mapping[str, float],
-        times: Mapping[str, float],
+    def _record(
+        self, batch: Batch, measured: Mapping[str, float], watched: Mapping[str, float], times: Mapping[str, float]
     ) -> None:
         """Record the step just done. `watched` is for the guard."""
         if self.fresh_rewards:
@@ -483,3 +427,91 @@ class Trainer:
         if self.health is not None:
             metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics)
+
+
+class Interrupted(Exception):
+    """Training was asked to end while it waited."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The trainer's two waits, in which it takes in groups: for a buffer that fills a batch (at the start, and after
+    replay.max_lag has emptied it), and for new responses at the replay-ratio limit."""
+
+    config: Config
+    row: RoleCounters
+    num_train_prompts: int  # a task may have fewer prompts than a step takes; they then repeat within a step
+    asked_to_stop: Callable[[], bool]
+    progress: Callable[[], float] = lambda: 0.0
+    """A number that changes while searchers work: deadlines count only while it does not."""
+    heartbeats: Callable[[], Mapping[str, float]] = dict  # for each searcher a number that changes while it lives
+
+    def wait(self, trainer: Trainer) -> float:
+        """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
+        started, received = time.perf_counter(), trainer.receive_seconds
+        is_first = trainer.counts.trained == 0
+
+        def is_ready() -> bool:
+            # Receiving is also the trainer's heartbeat: the supervisor kills a trainer that does not look for groups
+            # (run/supervise.py).
+            trainer.receive()
+            # Before the look at the buffer: responses that are too old must not fill a batch.
+            trainer.expire()
+            # After `receive`: groups that have arrived are taken in, whatever ends the wait.
+            if self.asked_to_stop():
+                raise Interrupted
+            # For the display and `tba status`: how far a batch is filled.
+            self.row["batch_prompts"] = min(trainer.replay.num_prompts, self._wanted_prompts)
+            self.row["prompts_wanted"] = self._wanted_prompts
+            return self.is_open(trainer)
+
+        waited = wait_until(
+            is_ready,
+            name="replay_ratio" if self._full_batch(trainer) and not is_first else "first_fill",
+            row=self.row,
+            deadline_seconds=self.config.runtime.wait_seconds,
+            waiter="the trainer",
+            awaited=f"{self.config.search.count} searchers",
+            explain=lambda: self._explain(trainer),
+            progress=self.progress,
+            heartbeats=self.heartbeats,
+        )
+        # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
+        return time.perf_counter() - started - (trainer.receive_seconds - received) if waited else 0.0
+
+    @property
+    def _wanted_prompts(self) -> int:
+        return min(self.config.train.prompts_per_step, self.num_train_prompts)
+
+    def is_open(self, trainer: Trainer) -> bool:
+        return self._within_ratio(trainer) and self._full_batch(trainer)
+
+    def _within_ratio(self, trainer: Trainer) -> bool:
+        train, reuse = self.config.train, self.config.replay.max_replay_ratio
+        assert reuse is not None, "filled in by tba.run.resolve"
+        # All updates of the next batch count at once: they follow without another look.
+        wanted = trainer.counts.trained + train.responses_per_step * train.updates_per_batch
+        return wanted <= reuse * trainer.counts.generated
+
+    def _full_batch(self, trainer: Trainer) -> bool:
+        return trainer.replay.can_fill(
+            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=trainer.lost
+        )
+
+    def _explain(self, trainer: Trainer) -> str:
+        lacking = []
+        if not self._full_batch(trainer):
+            lacking.append(f"{self._wanted_prompts} prompts and has {trainer.replay.num_prompts}")
+        if not self._within_ratio(trainer):
+            lacking.append(
+                f"new responses, having trained {trainer.counts.trained} of {trainer.counts.generated} generated "
+                f"(replay.max_replay_ratio={self.config.replay.max_replay_ratio:g})"
+            )
+        # Rewards of a user's may be the reason.
+        names = ", ".join(repr(reward.label) for reward in self.config.task.rewards)
+        seconds = self.config.search.reward_timeout_seconds
+        call = f" (a call of {names} may take search.reward_timeout_seconds={seconds:g})" if names else ""
+        return (
+            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.count} searchers; look at "
+            f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{call}"
+        )

@@ -9,8 +9,7 @@ from tba.config import Config
 from tba.engine.contract import Scorer
 from tba.engine.make_engine import make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
-from tba.models.policy import PolicyModel, make_critic, make_log_z
-from tba.models.sharding import ALONE, Ranks
+from tba.models.policy import ALONE, PolicyModel, Ranks, make_critic, make_log_z
 from tba.models.weights import CANARY_TOKENS
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
@@ -20,16 +19,14 @@ from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.placement import workers_of
 from tba.runtime.prompt_queue import PromptQueue
 from tba.trainer.batch import Budget
-from tba.trainer.checkpoint import Checkpoints
-from tba.trainer.gate import Gate
+from tba.trainer.checkpoint import Checkpoints, Stateful
 from tba.trainer.health import Health
 from tba.trainer.learning_rate import LearningRate
-from tba.trainer.loop import Trainer
+from tba.trainer.loop import Gate, Trainer
 from tba.trainer.mismatch import MismatchProbe
 from tba.trainer.optimizer import MasterAdamW
 from tba.trainer.reference import Beta, ReferenceResets, on_cpu
 from tba.trainer.sharded import ConnectedRanks, ShardedTrainStep
-from tba.trainer.state import Stateful
 from tba.trainer.step import TrainStep
 from tba.trainer.updates import Updates
 from tba.types import ResponseCounts, Weights
@@ -37,22 +34,14 @@ from tba.types import ResponseCounts, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """The parts that own the loaded model. From here on its weights change with every step.
-
-    Learner(train_step=..., rescorer=None)
-    """
-
     train_step: TrainStep
-    rescorer: Scorer | None
-    """A copy of the reference, where stored log_ref is recomputed at resets."""
+    rescorer: Scorer | None  # a copy of the reference, where stored log_ref is recomputed at resets
 
 
 def make_learner(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> Learner:
-    rescorer = None
-    if config.reference.reset_every and config.replay.on_reference_reset != "drop":
-        rescorer = make_scorer(
-            loaded.model, max_length=loaded.context
-        )  # before packed attention changes its forward pass
+    # The rescorer first: packed attention changes the model's forward pass.
+    rescores = config.reference.reset_every and config.replay.on_reference_reset != "drop"
+    rescorer = make_scorer(loaded.model, max_length=loaded.context) if rescores else None
     return Learner(train_step=make_train_step(config, loaded, ranks), rescorer=rescorer)
 
 
@@ -76,9 +65,8 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     if isinstance(ranks, ConnectedRanks):
         policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    optimizer = MasterAdamW(
-        model.parameters(), train, heads=heads, heads_rate=objective.heads_learning_rate, ranks=ranks
-    )
+    rate = objective.heads_learning_rate
+    optimizer = MasterAdamW(model.parameters(), train, heads=heads, heads_rate=rate, ranks=ranks)
     budget, temperature = Budget(max_tokens=train.tokens_per_micro_batch), config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
@@ -103,13 +91,8 @@ def make_trainer(
     restart_searchers: Callable[[Mapping[str, int]], None] | None = None,
     published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
-    """Make a trainer around a learner.
-
-    `reference_publisher` is needed with reference.reset_every; `prompt_queue` knows who answers which prompt; `parts`
-    are saved with the trainer, by name; `gate` makes an asynchronous trainer wait for data, `restart_searchers` lets it
-    begin anew with weights that it has gone back to; `published` has the weights of a version as searchers got them,
-    while they are at hand.
-    """
+    """Make a trainer around a learner. `reference_publisher` is needed with reference.reset_every; `parts` are saved with
+    the trainer, by name; `published` has the weights of a version as searchers got them, while they are at hand."""
     train_step, rate, beta, saved = learner.train_step, LearningRate(config), Beta(config), dict(parts)
     sharded = train_step if isinstance(train_step, ShardedTrainStep) else None
     checkpoints = Checkpoints(
@@ -137,11 +120,11 @@ def make_trainer(
         uses_per_group=config.uses_per_group,
         max_waiting_groups=config.max_waiting_groups,
     )
-    row = None if gate is None else gate.row
     # Where the roles take turns batches are of the trained version anyway; no rank has the whole model to score with.
     probe = None
     if published is not None and sharded is None:
         probe = MismatchProbe(train_step.policy, train_step.temperature, published)
+    row = None if gate is None else gate.row
     trainer = Trainer(
         config=config,
         train_step=train_step,

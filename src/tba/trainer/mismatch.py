@@ -1,13 +1,11 @@
 """Distance between searchers and trainer at one version, on generated responses: `off_policy/mismatch_kl`.
 
-Tokens are chosen with the log-probs of a searcher's engine and trained with those of the trainer. At one version both should
-be the same policy; other kernels, another precision, a cache or weights that did not arrive make them two. Each response
-carries the engine's log-probs, so one more evaluation of it by the trainer, with the same version, gives their KL.
-
-Where the roles take turns, a batch is of the version that is trained, and its log_pi is there. In an asynchronous run a
-batch is older. Now and then a few responses are then scored as they arrive, if the buffers still hold the weights of their
-version. Weights may arrive in flight. A prompt that waits then keeps keys and values of older weights, although its response
-counts as one of the newer version. The figure includes this difference. observe/watches.py warns when it rises.
+At one version a searcher's engine and the trainer should be the same policy; other kernels, another precision, a cache
+or weights that did not arrive make them two. Responses carry the engine's log-probs, so one more evaluation by the
+trainer, with the same version, gives their KL. Where the roles take turns, the log_pi of a batch is at hand. In an
+asynchronous run a few responses are scored now and then as they arrive, if the buffers still hold the weights of their
+version. The figure includes keys and values of older weights that a waiting prompt kept. observe/watches.py warns when
+it rises.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from tba.models.weights import kl_estimate
 from tba.runtime.columns import columns_of
 from tba.types import Batch, TrajectoryGroup, Weights
 
-LEAST_TOKENS = 64
-"""Tokens below which an estimate says too little."""
+LEAST_TOKENS = 64  # tokens below which an estimate says too little
 ENOUGH_TOKENS, EVERY_STEPS = 128, 20
 """Tokens that are scored for one measurement of an asynchronous run, and optimizer steps between two. Each response costs
 the trainer a forward pass, in the quickstart run 13 ms on a busy core: 1% of its time."""
@@ -43,21 +40,16 @@ def mismatch_of_batch(batch: Batch, log_pi_N: Tensor, *, step: int) -> float | N
 
 @dataclass
 class MismatchProbe:
-    """Measures the distance on responses that arrive, every few steps."""
-
     policy: PolicyModel
-    temperature: float
-    """Sampling temperature of the policy in training."""
+    temperature: float  # sampling temperature of the policy in training
     published: Callable[[int], Weights | None]
     """The weights of a version as searchers got them, as long as they are kept."""
     every: int = EVERY_STEPS
-    _due: int = field(default=0, init=False)
-    """Step from which on responses are scored again."""
+    _due: int = field(default=0, init=False)  # step from which on responses are scored again
     _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list, init=False)
     """Log-probs of the responses scored since then: the engine's and the trainer's."""
 
     def look(self, group: TrajectoryGroup, *, step: int) -> None:
-        """Score what is of use in a group, if that is due."""
         if step < self._due:
             return
         columns = columns_of(group)

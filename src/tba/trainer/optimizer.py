@@ -1,10 +1,9 @@
 """AdamW over fp32 master weights, and one whose moments lie in the host's memory, for models whose optimizer state does not
 fit on their GPU.
 
-Of 7B parameters the two moments are 61 GB. They are needed once an optimizer step, each number by itself, so they travel to
-the GPU and back in pieces while the piece before is computed: two are on the GPU at a time. The arithmetic is torch's own
-fused kernel in fp32, and the numbers are those of `torch.optim.AdamW(fused=True)`. A step takes as long as the moments take
-over the bus, in both directions at once.
+Of 7B parameters the two moments are 61 GB. They travel to the GPU and back in pieces while the piece before is
+computed. The arithmetic is torch's own fused kernel in fp32: the numbers are those of `torch.optim.AdamW(fused=True)`.
+A step takes as long as the moments take over the bus, in both directions at once.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from tba.config import TrainConfig
-from tba.models.sharding import ALONE, Ranks, local_part
+from tba.models.policy import ALONE, Ranks, local_part
 
-CHUNK = 2**26
-"""Numbers of each moment that travel together: 256 MiB."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The moments, as torch's optimizers name them."""
+CHUNK = 2**26  # numbers of each moment that travel together: 256 MiB
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the moments, as torch's optimizers name them
 
 
 class MasterAdamW:
-    """AdamW whose weights and gradient sums are fp32.
-
-    A bf16 model keeps an fp32 copy here: at learning rates of 1e-6 most updates would round away in bf16. An fp32 model
-    is its own master. Of a model that is spread over ranks, each has the optimizer of its own part; heads are whole on every
-    rank.
-    """
+    """AdamW whose weights and gradient sums are fp32. A bf16 model keeps an fp32 copy here: at learning rates of 1e-6 most
+    updates would round away in bf16. An fp32 model is its own master. Of a model that is spread over ranks, each has the
+    optimizer of its own part; heads are whole on every rank."""
 
     def __init__(
         self,
@@ -50,11 +44,13 @@ class MasterAdamW:
         self.parameters = policy + own
         self._parts = [local_part(parameter) for parameter in self.parameters]
         """Part of each parameter that is on this rank, in the parameter's own memory."""
-        self.masters = [_master_of(parameter, part) for parameter, part in zip(self.parameters, self._parts)]
+        self.masters: list[nn.Parameter] = []
+        for parameter, part in zip(self.parameters, self._parts):
+            # An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory.
+            own_memory = part if part.dtype == torch.float32 else part.detach().float().clone()
+            self.masters.append(parameter if own_memory is parameter else nn.Parameter(own_memory))
         self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
-        self._heads_rate = heads_rate
-        self._ranks = ranks
-        self.max_grad_norm = config.max_grad_norm
+        self._heads_rate, self._ranks, self.max_grad_norm = heads_rate, ranks, config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
         settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
@@ -97,10 +93,10 @@ class MasterAdamW:
 
     def _clip(self, masters: list[nn.Parameter], *, spread: bool) -> Tensor:
         """`spread`: each rank has other gradients, all of which make up one norm."""
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        gradients = [master.grad for master in masters if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if spread:
             norm = self._ranks.sum_(norm.square()).sqrt()
-        gradients = [master.grad for master in masters if master.grad is not None]
         if self.max_grad_norm is not None and gradients:
             # Not clip_grads_with_norm_, which makes all gradients NaN where one is: to ask first is to wait for the device.
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
@@ -108,7 +104,6 @@ class MasterAdamW:
         return norm
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start Adam's moments of these parameters anew, as after they were given other values."""
         # A transfer on its way would write into what is dropped here.
         self._synchronize()
         forgotten = {id(parameter) for parameter in parameters}
@@ -118,7 +113,6 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Move the weights and drop the gradients."""
         # The policy is the first group, heads are the second.
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
@@ -135,24 +129,21 @@ class MasterAdamW:
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
         """Make the last update of the policy `factor` times as long."""
-        for master in self._policy:
-            if master in self.adam.state:
-                master.add_(self._last_update(master), alpha=factor - 1.0)
-        self._round()
-        # `_last_update` reads the rate: a further stretch is of the update as long as it is now.
-        self.adam.param_groups[0]["lr"] *= factor
-
-    def _last_update(self, master: nn.Parameter) -> Tensor:
-        """Change of a policy weight by the last step."""
-        group = self.adam.param_groups[0]
         self._synchronize()
-        state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
-        (beta1, beta2), steps = group["betas"], float(state["step"])
-        # AdamW's formula, from the moments after the step. Weight decay is that of the weight now: a difference of
-        # second order.
-        mean = state["exp_avg"] / (1.0 - beta1**steps)
-        spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
-        return -group["lr"] * (mean / spread + group["weight_decay"] * master)
+        group = self.adam.param_groups[0]
+        for master in self._policy:
+            if master not in self.adam.state:
+                continue
+            state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
+            (beta1, beta2), steps = group["betas"], float(state["step"])
+            # AdamW's formula, from the moments after the step. Weight decay is that of the weight now: a difference of
+            # second order.
+            mean = state["exp_avg"] / (1.0 - beta1**steps)
+            spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
+            last_update = -group["lr"] * (mean / spread + group["weight_decay"] * master)
+            master.add_(last_update, alpha=factor - 1.0)
+        self._round()
+        group["lr"] *= factor  # a further stretch is of the update as long as it is now
 
     def drop_gradients(self) -> None:
         self.adam.zero_grad(set_to_none=True)
@@ -213,16 +204,8 @@ def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
         torch._foreach_add_([master.grad for master in masters], list(gradients))
 
 
-def _master_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory."""
-    if part is parameter and parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(part if part.dtype == torch.float32 else part.detach().float().clone())
-
-
 class OffloadedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(..., fused=True)` with exp_avg and exp_avg_sq on the host. Parameters are contiguous and all on one
-    device; on a CPU nothing travels."""
+    """`torch.optim.AdamW(..., fused=True)` with its moments on the host. Parameters are contiguous and on one device."""
 
     def __init__(self, groups: Any, *, chunk: int = CHUNK, **settings: Any) -> None:
         super().__init__(groups, fused=True, **settings)
@@ -238,7 +221,6 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the parameters that have gradients."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -257,31 +239,18 @@ class OffloadedAdamW(torch.optim.AdamW):
             # Moments first: only when asked for more after the last piece does the bus take that one back.
             for (mean, square), (weights, gradient, _, _, count) in zip(here, pieces):
                 adamw(
-                    [weights],
-                    [gradient],
-                    [mean],
-                    [square],
-                    [],
-                    [count.clone()],  # the kernel adds one to it, and a parameter may have several pieces
-                    fused=True,
-                    amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                    # The kernel adds one to the count, and a parameter may have several pieces.
+                    [weights], [gradient], [mean], [square], [], [count.clone()], fused=True, amsgrad=False, maximize=False,
+                    beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                )  # fmt: skip
             for parameter in moving:
                 self.state[parameter]["step"] += 1
 
     def synchronize(self) -> None:
-        """Wait until what the last step computed lies on the host."""
         if self._bus is not None:
-            self._bus.synchronize()
+            self._bus.taking.synchronize()
 
     def take(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Go on from the state of a checkpoint."""
         self.state[parameter] = self._new_state(parameter)
         for name, value in self.state[parameter].items():
             value.copy_(state[name])
@@ -312,13 +281,12 @@ class HostTransfer:
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._places = [[torch.empty(size, dtype=torch.float32, device=device) for _ in MOMENTS] for _ in range(2)]
-        self._bringing, self._taking = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._bringing, self.taking = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._here = [torch.cuda.Event(), torch.cuda.Event()]
         self._free = [torch.cuda.Event(), torch.cuda.Event()]
 
     def brought(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Each piece's moments on the GPU, for what is started before the next are asked for. What that has made of them is
-        taken back to the host."""
+        """Each piece's moments on the GPU, for what is started before the next are asked for; they are taken back then."""
         coming = self._bring(0, moments[0]) if moments else []
         for index, own in enumerate(moments):
             here, place = coming, index % 2
@@ -328,8 +296,8 @@ class HostTransfer:
             torch.cuda.current_stream().wait_event(self._here[place])
             yield here
             # The caller has queued its kernel by now: the way back begins when that is done.
-            self._taking.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._taking):
+            self.taking.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.taking):
                 for target, view in zip(own, here):
                     target.copy_(view, non_blocking=True)
                 self._free[place].record()
@@ -342,11 +310,8 @@ class HostTransfer:
             # An event that was never recorded holds nothing up: the first two pieces find their places free.
             self._bringing.wait_event(self._free[place])
             # What a step before has taken back, maybe of this very piece, must lie on the host.
-            self._bringing.wait_stream(self._taking)
+            self._bringing.wait_stream(self.taking)
             for view, moment in zip(views, moments):
                 view.copy_(moment, non_blocking=True)
             self._here[place].record()
         return views
-
-    def synchronize(self) -> None:
-        self._taking.synchronize()

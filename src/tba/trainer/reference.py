@@ -3,9 +3,8 @@
 Beta is the price of a nat of KL in units of the reward. A KL is a sum over tokens and a reward is not: what a short response
 hardly feels holds a long one where it began. So the whole price, beta x KL, may be bounded (objective.max_kl_penalty).
 
-A new reference comes every so many steps and is published like weights. Stored log_ref is stale from then on. Such
-trajectories are dropped, or their log_ref is recomputed by a copy of the new reference that the trainer keeps for it; a
-batch never mixes references. A learned log Z is of the old target and begins again.
+A new reference is published like weights. Stored log_ref is stale from then on: such trajectories are dropped, or their
+log_ref is recomputed by a copy of the new reference. A batch never mixes references, and a learned log Z begins again.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from tba.config import Config
 from tba.engine.contract import Scorer
@@ -24,8 +22,7 @@ from tba.runtime.channels import WeightPublisher
 from tba.runtime.columns import columns_of
 from tba.types import TrajectoryGroup, Weights
 
-KL_STEPS = 8
-"""Steps that the mean KL to the reference is over."""
+KL_STEPS = 8  # steps that the mean KL to the reference is over
 
 
 @dataclass
@@ -33,8 +30,7 @@ class Beta:
     """Beta of each step: what the config says, and less where the KL would cost more than objective.max_kl_penalty."""
 
     config: Config
-    kl: float = field(default=0.0, init=False)
-    """Mean over the last steps of the KL to the reference, nats per response."""
+    kl: float = field(default=0.0, init=False)  # mean over the last steps of the KL to the reference, nats per response
 
     def at(self, step: int, progress: float) -> float:
         """For optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
@@ -47,10 +43,6 @@ class Beta:
         if math.isfinite(kl):
             self.kl += (kl - self.kl) / KL_STEPS
 
-    def start_over(self) -> None:
-        """The reference is the policy itself from now on."""
-        self.kl = 0.0
-
     def state(self) -> dict[str, Any]:
         return {"kl": self.kl}
 
@@ -60,27 +52,19 @@ class Beta:
 
 @dataclass
 class ReferenceResets:
-    """The trainer's resets of its reference."""
-
-    every: int
-    """Number of optimizer steps between two resets."""
-    publisher: WeightPublisher
-    """Where searchers get the new reference from."""
+    every: int  # number of optimizer steps between two resets
+    publisher: WeightPublisher  # where searchers get the new reference from
     replay: ReplayBuffer
     temperature: float
-    scorer: Scorer | None = None
-    """Recomputes log_ref; None = what an earlier reference scored is dropped."""
-    on_reset: Callable[[], None] | None = None
-    """Called at a reset: what was learned about the old target starts anew."""
+    scorer: Scorer | None = None  # recomputes log_ref; None = what an earlier reference scored is dropped
+    on_reset: Callable[[], None] = lambda: None  # called at a reset: what was learned about the old target starts anew
     start: Weights | None = None
     """The start model on the CPU, where a run may go back to before the first reset (observe.on_collapse=rollback)."""
-    version: int = 0
-    """Version of the weights that are the reference."""
+    version: int = 0  # version of the weights that are the reference
     _weights: Weights | None = field(default=None, init=False)
     """The reference on the CPU, for checkpoints; None = it is still the start model."""
 
     def reset_if_due(self, weights: Weights) -> bool:
-        """Make `weights` the reference if it is their turn."""
         if weights.version % self.every:
             return False
         self.version = weights.version
@@ -92,9 +76,9 @@ class ReferenceResets:
         else:
             # All of the buffer is scored here, in the trainer's thread, before the next step.
             self.scorer.load(weights)
-            self.replay.recompute_reference(self.version, self._score)
-        if self.on_reset is not None:
-            self.on_reset()
+            score = partial(self.scorer.score, temperature=self.temperature)
+            self.replay.recompute_reference(self.version, score)
+        self.on_reset()
         return True
 
     def state(self) -> dict[str, Any]:
@@ -112,9 +96,8 @@ class ReferenceResets:
                 self.scorer.load(reference)
 
     def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) That of a
-        later one was scored by a policy that is gone with the trainer that had it: it is scored anew, or its responses are
-        lost."""
+        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) A later
+        reference is gone with the trainer that had it: its group is scored anew, or its responses are lost."""
         versions = columns_of(group).reference_versions
         if self.scorer is None:
             from_later = any(version > self.version for version in versions)
@@ -122,16 +105,12 @@ class ReferenceResets:
         if all(version == self.version for version in versions):
             return group
         responses = [trajectory.completion.token_ids for trajectory in group.trajectories]
-        log_refs = self._score([group.prompt.token_ids] * len(responses), responses)
+        log_refs = self.scorer.score([group.prompt.token_ids] * len(responses), responses, self.temperature)
         scored = (
             replace(trajectory, log_ref=log_ref, reference_version=self.version)
             for trajectory, log_ref in zip(group.trajectories, log_refs)
         )
         return replace(group, trajectories=tuple(scored))
-
-    def _score(self, prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> list[np.ndarray]:
-        assert self.scorer is not None
-        return self.scorer.score(prompt_ids, response_ids, self.temperature)
 
 
 def on_cpu(weights: Weights) -> Weights:

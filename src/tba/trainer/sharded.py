@@ -1,16 +1,13 @@
 """A trainer of several processes, its ranks: the TrainStep of one process, but for who computes.
 
 Rank 0 is the trainer: it has the replay buffer, publishes weights and writes checkpoints. The others have a part of the
-model and of the optimizer. Every rank makes a ShardedTrainStep from the same config and model. On rank 0 each method first
-sends a command to the other ranks (`tell`). They wait for commands without a limit (`listen`) and then do the same
-(`follow`). So the trainer's loop, its checkpoints and its publications need no code for ranks. A broken connection between
-ranks ends the trainer with `RankLost`, and the supervisor resumes it with new ranks.
+model and of the optimizer. On rank 0 each method first sends a command to the other ranks (`tell`). They wait for commands
+without a limit (`listen`) and then do the same (`follow`). A broken connection between ranks ends the trainer with
+`RankLost`, and the supervisor resumes it with new ranks.
 
 Searchers and files get whole tensors under the model's own names, gathered one at a time. A checkpoint does not depend on
-the number of ranks that wrote it, and a run may resume with another number.
-
-Collectives on tensors of the model run on the devices by NCCL, or on CPUs by gloo. Messages go through host memory by gloo;
-they are JSON and tensors, never pickle.
+the number of ranks that wrote it. Collectives on tensors of the model run by NCCL, or on CPUs by gloo. Messages go through
+host memory by gloo; they are JSON and tensors, never pickle.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ from torch import Tensor
 
 from tba.models.load import has_lora
 from tba.models.packing import pack
-from tba.models.sharding import ALONE as ALONE
-from tba.models.sharding import Ranks as Ranks
-from tba.models.sharding import is_sharded, local_part, own_rows, whole_tensor
+from tba.models.policy import ALONE as ALONE
+from tba.models.policy import Ranks as Ranks
+from tba.models.policy import is_sharded, local_part, own_rows, whole_tensor
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.trainer.state import restore, take_snapshot
+from tba.trainer.checkpoint import restore, take_snapshot
 from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
 FOREVER = timedelta(days=3650)
-"""Time that a rank waits for a command: the trainer may wait for responses as long as it likes."""
+"""Time a rank waits for a command: the trainer may wait for responses as long as it likes."""
 
 
 class RankLost(RuntimeError):
@@ -46,17 +43,13 @@ class RankLost(RuntimeError):
 
 
 class ConnectedRanks(Ranks):
-    """Several ranks, joined by torch.distributed."""
-
     def __init__(self, *, device: torch.device, control: dist.ProcessGroup) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         from torch.distributed.device_mesh import init_device_mesh  # takes long to import
 
         self.mesh = init_device_mesh(device.type, (self.size,))
-        self.lost = False
-        """Whether one of them has ended or does not answer: nothing more can be done together."""
-        self._control = control
-        """Group in which ranks wait for commands."""
+        self.lost = False  # whether one of them has ended or does not answer: nothing more can be done together
+        self._control = control  # group in which ranks wait for commands
 
     def sum_(self, tensor: Tensor) -> Tensor:
         with as_rank_lost():
@@ -135,8 +128,6 @@ def connected(
 
 
 class ShardedTrainStep(TrainStep):
-    """A TrainStep whose model is spread over ranks."""
-
     ranks: ConnectedRanks
 
     # Methods of rank 0. Each sends its command to the other ranks, which do their part.
@@ -152,7 +143,7 @@ class ShardedTrainStep(TrainStep):
         return self._lead("move", learning_rate=learning_rate, nats=nats, of=of, measure=measure)
 
     def restart_log_z(self) -> None:
-        self._lead("restart")
+        self._lead("restart_log_z")
 
     def weights(self, version: int) -> Weights:
         """Tensors that are gathered, in the host memory of rank 0, when they are looked at."""
@@ -168,7 +159,6 @@ class ShardedTrainStep(TrainStep):
         return not self.ranks.lost and self._lead("all_finite")
 
     def state(self) -> dict[str, Tensor]:
-        """State of the optimizer, of all ranks."""
         return self._lead("optimizer_state")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -180,10 +170,6 @@ class ShardedTrainStep(TrainStep):
     def whole_weights(self) -> dict[str, Tensor]:
         """Tensors of the model for a checkpoint, in host memory; tied tensors are one."""
         return self._lead("model_state")
-
-    def parameter(self, name: str) -> Tensor:
-        """A whole parameter, in host memory."""
-        return self._lead("parameter", name=name)
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
@@ -217,11 +203,7 @@ class ShardedTrainStep(TrainStep):
                 log_z.start.fill_(log_z_start)
         return super().gradients(batch, beta=beta)
 
-    def _move(self, **values: Any) -> dict[str, float]:
-        return super().move(**values)
-
-    def _restart(self) -> None:
-        super().restart_log_z()
+    _move, _restart_log_z = TrainStep.move, TrainStep.restart_log_z
 
     @torch.no_grad()
     def _canary(self) -> np.ndarray:
@@ -249,12 +231,11 @@ class ShardedTrainStep(TrainStep):
         return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in self.optimizer.state().items():
-            # The number of steps is the same everywhere; heads are whole on every rank.
-            like = tensor if tensor.ndim == 0 else self._parameter_of(name)
-            found[name] = self._kept(whole_tensor(tensor, like))
-        return found
+        # The number of steps is the same everywhere; heads are whole on every rank.
+        return {
+            name: self._kept(whole_tensor(tensor, tensor if tensor.ndim == 0 else self._parameter_of(name)))
+            for name, tensor in self.optimizer.state().items()
+        }
 
     def _parameter_of(self, name: str) -> Tensor:
         """The parameter that `adam.3.exp_avg` belongs to."""
@@ -285,7 +266,8 @@ class GatheredTensors(Mapping[str, Tensor]):
         self._names = [name for name, found in step.policy.model.named_parameters() if found.requires_grad]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._step.parameter(name)
+        """The whole parameter, in host memory."""
+        return self._step._lead("parameter", name=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -5,13 +5,11 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-Gradients and the move are two calls. What the pass has found is read in between: the rate of an update depends on the drift
-of its own batch, and nothing moves unless losses and gradient are finite. What is sent to a device is pinned, and
-micro-batches are packed while it computes those before.
+Gradients and the move are two calls: the rate of an update depends on the drift of its own batch, and nothing moves unless
+losses and gradient are finite.
 
-Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
-prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
-with fewer micro-batches than others take part with empty ones.
+Where a trainer has several ranks, each computes its share of the micro-batches of the same batch: whole prompts where there
+are enough of them, otherwise single responses. Ranks with fewer micro-batches than others take part with empty ones.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.policy import PolicyModel
-from tba.models.sharding import ALONE, Ranks
+from tba.models.policy import ALONE, PolicyModel, Ranks
 from tba.models.weights import make_weights
 from tba.objectives.objective import Objective
 from tba.observe.metrics import reduce_metrics
@@ -44,18 +41,14 @@ from tba.trainer.batch import (
 from tba.trainer.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss, Weights
 
-MEASURED_RESPONSES = 32
-"""Responses whose change by an update is measured."""
-TRIALS, NEAR, MOST_STRETCH = 4, 0.25, 30.0
-"""Lengths of the first update that are tried at most, the log of a factor that needs no other, and the largest factor."""
-LEAST_UPDATE_DRIFT = 1e-6
-"""Nats that a first update moves log_pi by at least, where it follows a gradient."""
-
+MEASURED_RESPONSES = 32  # responses whose change by an update is measured
+TRIALS, NEAR, MOST_STRETCH, LEAST_UPDATE_DRIFT = 4, 0.25, 30.0, 1e-6
+"""Lengths of the first update that are tried at most, the log of a factor that needs no other, the largest factor, and the
+nats that a first update moves log_pi by at least, where it follows a gradient."""
 LEAST_WORK = 2e9
 """Floating-point operations of a full micro-batch, forward and backward, below which one thread computes all of them. Here
 two workers cost as much processor time as one (0.2M parameters, 1,024 tokens); below, they mostly wait for Python's lock."""
-MOST_PENDING = 4 * 2**30
-"""Bytes of the gradients that workers have in their hands: large models have fewer workers."""
+MOST_PENDING = 4 * 2**30  # bytes of the gradients that workers have in their hands: large models have fewer workers
 
 Piece = TypeVar("Piece")
 Found = TypeVar("Found")
@@ -70,8 +63,7 @@ class StepResult:
     """StepResult(metrics={"loss": 0.31, "grad_norm": 1.2}, outputs=Forward(...))"""
 
     metrics: Mapping[str, float]
-    outputs: Forward
-    """Outputs of the model for the whole batch before the update, without gradients."""
+    outputs: Forward  # outputs of the model for the whole batch before the update, without gradients
 
     @property
     def entropy(self) -> float:
@@ -94,10 +86,7 @@ class TrainStep:
         workers: int = 1,
     ) -> None:
         """`workers` threads compute micro-batches side by side on a CPU; what comes of them does not depend on how many."""
-        self.policy = policy
-        self.ranks = ranks
-        self.objective = objective
-        self.optimizer = optimizer
+        self.policy, self.objective, self.optimizer, self.ranks = policy, objective, optimizer, ranks
         if ranks.size > 1 and (not policy.packed or policy.switch is not None):
             # A micro-batch may then take several passes, and ranks that compute together must do so equally often.
             budget = replace(budget, share_prompts=False, max_responses=1)
@@ -105,16 +94,14 @@ class TrainStep:
             budget = replace(budget, share_prompts=False)
         self.budget = budget
         self.temperature = temperature
-        self._passed: tuple[Batch, StepResult] | None = None
-        """The batch whose gradients wait for their update."""
+        self._passed: tuple[Batch, StepResult] | None = None  # the batch whose gradients wait for their update
         # Models that switch rotary angles by length do so in a buffer, which passes would share.
         side_by_side = policy.device.type == "cpu" and ranks.size == 1 and policy.packed and policy.switch is None
         size = policy.model.num_parameters()
         workers = min(workers, MOST_PENDING // (size * policy.model.dtype.itemsize))
         work = 6.0 * size * budget.max_tokens
         self._workers = Workers(workers) if side_by_side and workers > 1 and work >= LEAST_WORK else None
-        self.moved = False
-        """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
+        self.moved = False  # whether the optimizer has begun to move weights in a step that its caller has not finished
 
     def weights(self, version: int) -> Weights:
         """The weights that train, as they are now, to be published as this version."""
@@ -128,6 +115,11 @@ class TrainStep:
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.model.parameters())
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the policy computes in fp32."""
+        return self.policy.model.dtype == torch.float32
+
     def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
         """One update: gradients, then a step of this rate."""
         result = self.gradients(batch, beta=beta)
@@ -138,7 +130,7 @@ class TrainStep:
     ) -> dict[str, float]:
         """Make the update of the last gradients. With `nats` it is then scaled until it moves log_pi of the responses `of`
         by so many nats (none = of all). Returns the norm of the gradients and the rate. With `nats` it also returns the
-        change of those responses, and with `measure` the change of all responses."""
+        change of those responses, 0 where it follows no gradient, and with `measure` the change of all responses."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
         # `.item()` waits for the device: nothing moves before the norm is known to be finite.
@@ -146,44 +138,33 @@ class TrainStep:
         if not math.isfinite(norm):
             self.optimizer.drop_gradients()
             raise NonFiniteLoss(f"gradient norm is {norm} (loss {result.metrics['loss']}).")
+        found = {"grad_norm": norm, "learning_rate": learning_rate}
         if not batch.totals.responses:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
-            return {"grad_norm": norm, "learning_rate": learning_rate}
+            return found
         self.moved = True
         self.optimizer.step(learning_rate)
-        found = {"grad_norm": norm, "learning_rate": learning_rate}
         if nats is not None:
-            factor, found["update_drift"] = self._stretch(batch, result.outputs, nats, of)
-            found["learning_rate"] *= factor
+            whole = 1.0
+            for _ in range(TRIALS):
+                moved = self.update_drift(batch, result.outputs, of)
+                if not self.is_exact:
+                    moved = without_rounding(moved, float(batch.lengths.float().mean()))
+                found["update_drift"] = 0.0
+                if moved < LEAST_UPDATE_DRIFT:  # the gradient is nothing, or rounding noise
+                    break
+                factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / moved))
+                self.optimizer.stretch(factor)
+                whole, found["update_drift"] = whole * factor, factor * moved
+                if abs(math.log(factor)) < NEAR:
+                    break
+            found["learning_rate"] *= whole
         if measure:
             found["own_movement"] = self.update_drift(batch, result.outputs)
         return found
 
-    def _stretch(self, batch: Batch, before: Forward, nats: float, of: Sequence[int]) -> tuple[float, float]:
-        """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor and how
-        far it moved, 0 where it follows no gradient."""
-        whole, factor, moved = 1.0, 1.0, 0.0
-        for _ in range(TRIALS):
-            moved = self.update_drift(batch, before, of)
-            if not self.is_exact:
-                moved = without_rounding(moved, float(batch.lengths.float().mean()))
-            if moved < LEAST_UPDATE_DRIFT:  # the gradient is nothing, or rounding noise
-                return whole, 0.0
-            factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / moved))
-            self.optimizer.stretch(factor)
-            whole *= factor
-            if abs(math.log(factor)) < NEAR:
-                break
-        return whole, factor * moved
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the policy computes in fp32."""
-        return self.policy.model.dtype == torch.float32
-
     def update_drift(self, batch: Batch, before: Forward, of: Sequence[int] = ()) -> float:
-        """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few of the responses `of` (none =
-        of all)."""
+        """Nats that log_pi has moved since these outputs: mean |change| of a few of the responses `of` (none = of all)."""
         among = of or range(len(batch.lengths))
         count = min(len(among), MEASURED_RESPONSES)
         # Neighbours are responses to one prompt: those that are measured are spread over all prompts.
@@ -202,31 +183,31 @@ class TrainStep:
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
-        try:
-            result = self._pass_over(batch, beta=beta)
-        except NonFiniteLoss:
-            self.optimizer.drop_gradients()
-            raise
-        self._passed = batch, result
-        return result
-
-    def _pass_over(self, batch: Batch, *, beta: float) -> StepResult:
-        host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
-        log_z, num_ranks = self.policy.log_z, self.ranks.size
+        # Packing looks at single tokens: on the host that is free.
+        host, batch, num_ranks = batch, batch.to(self.policy.device), self.ranks.size
         by_response = partial(deal_responses, host, self.budget, range(len(host.lengths)), num_ranks=num_ranks)
+        log_z = self.policy.log_z
         if log_z is not None and not log_z.started and batch.totals.responses:
             # The VarGrad estimate by the policy as it is now: it costs a forward pass, but only where a learned log Z
             # starts, and the policies that generated may be many.
-            log_pi_N = self._gather(batch, self._own_micro_batches(host, by_response())).forward.log_pi_N
+            computed = self._computed(self._own_micro_batches(host, by_response()))
+            log_pi_N = _put_together(batch, computed, self.ranks).log_pi_N
             gap_PK = batch.sum_per_response(batch.log_ref_N - log_pi_N)
             first = float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
             if math.isfinite(first):  # otherwise the loss is not either, and nothing may move
                 log_z.start_at(first)
         # None where a prompt exceeds the budget, or a rank would get no prompt: single responses are then dealt.
         whole = deal_prompts(host, self.budget, num_ranks=num_ranks)
-        if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
-            return self._one_pass(host, batch, whole, beta=beta)
-        return self._two_passes(host, batch, by_response(), beta=beta)
+        try:
+            if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
+                result = self._one_pass(host, batch, whole, beta=beta)
+            else:
+                result = self._two_passes(host, batch, by_response(), beta=beta)
+        except NonFiniteLoss:
+            self.optimizer.drop_gradients()
+            raise
+        self._passed = host, result
+        return result
 
     def restart_log_z(self) -> None:
         """Let a learned log Z begin again at the next batch's estimate: after a reference reset it is of another target."""
@@ -236,8 +217,8 @@ class TrainStep:
 
     def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
         """`dealt`: the prompts of each micro-batch of each rank."""
-        K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
-        own = dealt[self.ranks.rank]
+        K, own = batch.shape[1], dealt[self.ranks.rank]
+        losses: list[tuple[Loss, int]] = []
         responses = [[[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts] for parts in dealt]
 
         def compute(piece: tuple[int, MicroBatch]) -> tuple[tuple[MicroBatch, Forward, Loss | None], Tensor]:
@@ -245,45 +226,50 @@ class TrainStep:
             forward = self._forward(micro_batch)
             # An empty micro-batch, so that all ranks make as many passes: the gradient must be 0, not missing.
             if index >= len(own):
-                return (micro_batch, forward, None), _sum_of_nothing(forward)
+                nothing = [getattr(forward, name).sum() for name in TRAINED if getattr(forward, name) is not None]
+                return (micro_batch, forward, None), torch.stack(nothing).sum()
             loss = self.objective(batch.take(own[index]), forward, beta=beta)
             return (micro_batch, forward, loss), loss.value
 
-        pieces = enumerate(self._own_micro_batches(host, responses))
-        for index, (micro_batch, forward, loss) in enumerate(self._back_propagated(compute, pieces)):
-            if loss is not None:
-                losses.append((loss, len(own[index])))
-            outputs.add(forward, micro_batch)
-        outputs.sum_over(self.ranks)
-        return _result(losses, outputs.forward, self.ranks)
+        def computed() -> Iterator[tuple[Forward, MicroBatch]]:
+            pieces = enumerate(self._own_micro_batches(host, responses))
+            for index, (micro_batch, forward, loss) in enumerate(self._back_propagated(compute, pieces)):
+                if loss is not None:
+                    losses.append((loss, len(own[index])))
+                yield forward, micro_batch
+
+        outputs = _put_together(batch, computed(), self.ranks)
+        return _result(losses, outputs, self.ranks)
 
     def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
         """`dealt`: the responses of each micro-batch of each rank. The objective sees the whole batch on every rank."""
         # A list, since both passes compute the same micro-batches.
         micro_batches = list(self._own_micro_batches(host, dealt))
-        outputs = self._gather(batch, micro_batches)
-        leaves = outputs.with_gradients()
-        loss = self.objective(batch, leaves, beta=beta)
+        outputs = _put_together(batch, self._computed(micro_batches), self.ranks)
+        # The same outputs as leaves of a graph.
+        found = {name: tensor for name, tensor in vars(outputs).items() if tensor is not None}
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in found.items()}
+        loss = self.objective(batch, Forward(**leaves), beta=beta)
         # d loss / d each number that the model outputs, by output
-        names = [name for name in TRAINED if getattr(leaves, name) is not None]
-        found = torch.autograd.grad(loss.value, [getattr(leaves, name) for name in names], allow_unused=True)
-        coefficients = {name: gradient for name, gradient in zip(names, found) if gradient is not None}
+        names = [name for name in TRAINED if name in leaves]
+        slopes = torch.autograd.grad(loss.value, [leaves[name] for name in names], allow_unused=True)
 
         def compute(micro_batch: MicroBatch) -> tuple[None, Tensor]:
-            return None, _weighted_sum(self._forward(micro_batch), coefficients, micro_batch)
+            """A weighted sum of the outputs, whose gradient is the loss's."""
+            forward = self._forward(micro_batch)
+            total = forward.log_pi_N.new_zeros(())
+            for name, slope in zip(names, slopes):
+                if slope is not None:
+                    # log Z counts in the micro-batch where its prompt begins.
+                    is_log_z = name == "log_z_P"
+                    part = slope[micro_batch.prompts] * micro_batch.begins if is_log_z else slope[micro_batch.tokens_N]
+                    total = total + (getattr(forward, name) * part).sum()
+            return None, total
 
         for _ in self._back_propagated(compute, micro_batches):
             pass
         # ALONE, since every rank has the loss of the whole batch already.
-        return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
-
-    @torch.no_grad()
-    def _gather(self, batch: Batch, micro_batches: Iterable[MicroBatch]) -> GatheredOutputs:
-        outputs = GatheredOutputs(batch)
-        for forward, micro_batch in self._computed(micro_batches):
-            outputs.add(forward, micro_batch)
-        outputs.sum_over(self.ranks)
-        return outputs
+        return _result([(loss, batch.shape[0])], outputs, ALONE)
 
     def _computed(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Forward, MicroBatch]]:
         """Outputs without gradients."""
@@ -296,8 +282,7 @@ class TrainStep:
         return in_order(compute, micro_batches)
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
-        packed when it is asked for."""
+        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has."""
         own = dealt[self.ranks.rank]
         for responses in own:
             yield pack_responses(batch, responses, device=self.policy.device)
@@ -311,10 +296,8 @@ class TrainStep:
     def _back_propagated(
         self, compute: Callable[[Piece], tuple[Found, Tensor]], pieces: Iterable[Piece]
     ) -> Iterator[Found]:
-        """Compute pieces of the loss and leave its gradients in the optimizer's weights; yields the rest in order.
-
-        Gradients are added in the order of the pieces, so that they are the same bit for bit however many workers there are.
-        """
+        """Compute pieces of the loss and leave its gradients in the optimizer's weights; yields the rest in order. They are
+        added in the order of the pieces, so that they are the same bit for bit however many workers there are."""
         if self._workers is None:
             for piece in pieces:
                 found, value = compute(piece)
@@ -339,66 +322,37 @@ class TrainStep:
             yield found
 
 
-class GatheredOutputs:
-    """Outputs of the model for a whole batch, put together from its micro-batches."""
+TRAINED = ("log_pi_N", "values_N", "log_z_P")  # parts of Forward that gradients go through
 
-    def __init__(self, batch: Batch) -> None:
-        self._shapes = {"log_pi_N": len(batch.token_ids_N), "entropy_N": len(batch.token_ids_N)}
-        self._shapes |= {"values_N": len(batch.token_ids_N), "log_z_P": batch.shape[0]}
-        self._tensors: dict[str, Tensor] = {}
 
-    def add(self, forward: Forward, micro_batch: MicroBatch) -> None:
-        for name, length in self._shapes.items():
-            part = getattr(forward, name)
+def _put_together(batch: Batch, computed: Iterable[tuple[Forward, MicroBatch]], ranks: Ranks) -> Forward:
+    """Outputs of the model for a whole batch, without gradients, from those of the micro-batches of all ranks."""
+    (P, _), N = batch.shape, len(batch.token_ids_N)
+    outputs: dict[str, Tensor] = {}
+    for forward, micro_batch in computed:
+        for name, part in vars(forward).items():
             if part is None:
                 continue
-            whole, index = self._tensors.setdefault(name, part.new_zeros(length)), micro_batch.tokens_N
+            index, length = micro_batch.tokens_N, N
             if name == "log_z_P":  # that of a prompt in several micro-batches is taken once
-                index, part = micro_batch.prompts[micro_batch.begins], part[micro_batch.begins]
+                index, part, length = micro_batch.prompts[micro_batch.begins], part[micro_batch.begins], P
+            whole = outputs.setdefault(name, part.new_zeros(length))
             whole[index.to(whole.device)] = part.detach()
-
-    def sum_over(self, ranks: Ranks) -> None:
-        """Take what other ranks have computed: each number is of one rank, and 0 on the others."""
-        for tensor in self._tensors.values():
-            ranks.sum_(tensor)
-
-    @property
-    def forward(self) -> Forward:
-        return Forward(**{name: tensor.detach() for name, tensor in self._tensors.items()})
-
-    def with_gradients(self) -> Forward:
-        """The same outputs as leaves of a graph."""
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in self._tensors.items()}
-        return Forward(**leaves)
-
-
-TRAINED = ("log_pi_N", "values_N", "log_z_P")
-"""Parts of Forward that gradients go through."""
-
-
-def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
-    """Whose gradient is the loss's; log Z counts in the micro-batch where its prompt begins."""
-    total = forward.log_pi_N.new_zeros(())
-    for name, coefficient in coefficients.items():
-        if name == "log_z_P":
-            part = coefficient[micro_batch.prompts] * micro_batch.begins
-        else:
-            part = coefficient[micro_batch.tokens_N]
-        total = total + (getattr(forward, name) * part).sum()
-    return total
-
-
-def _sum_of_nothing(forward: Forward) -> Tensor:
-    """0, whose gradient goes through all of the model."""
-    parts = [getattr(forward, name).sum() for name in TRAINED if getattr(forward, name) is not None]
-    return torch.stack(parts).sum()
+    # Each number is of one rank, and 0 on the others.
+    return Forward(**{name: ranks.sum_(tensor) for name, tensor in outputs.items()})
 
 
 def _result(losses: list[tuple[Loss, int]], outputs: Forward, ranks: Ranks) -> StepResult:
     """Of the losses of all ranks."""
-    read = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
+    # All numbers from the device at once.
+    metrics = [{**loss.metrics, "loss": loss.value} for loss, _ in losses]
+    tensors = [value for part in metrics for value in part.values() if isinstance(value, Tensor)]
+    read = iter(torch.stack([value.detach().double().reshape(()) for value in tensors]).tolist())
+    own = [
+        {name: next(read) if isinstance(value, Tensor) else value for name, value in part.items()} for part in metrics
+    ]
     # Of all ranks before the check: a loss that is not finite on one raises on all, or the others would wait for it.
-    found = ranks.concatenated([(numbers, weight) for numbers, (_, weight) in zip(read, losses)])
+    found = ranks.concatenated([(numbers, weight) for numbers, (_, weight) in zip(own, losses)])
     for numbers, _ in found:
         if not math.isfinite(numbers["loss"]):
             raise NonFiniteLoss(f"loss is {numbers['loss']}.")
@@ -408,13 +362,3 @@ def _result(losses: list[tuple[Loss, int]], outputs: Forward, ranks: Ranks) -> S
         for numbers, weight in found
     ]
     return StepResult(metrics=reduce_metrics(parts), outputs=outputs)
-
-
-def _read(metrics: list[dict[str, float | Tensor]]) -> list[dict[str, float]]:
-    """All numbers from the device at once."""
-    tensors = [value for part in metrics for value in part.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.stack([value.detach().double().reshape(()) for value in tensors]).tolist())
-    return [
-        {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
-        for part in metrics
-    ]

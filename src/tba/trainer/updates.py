@@ -1,9 +1,8 @@
 """The updates of a step: one on the new batch, and one more on the batch of some steps ago.
 
-A batch holds more signal than one update uses, and trajectory balance can use it later. With train.second_update_after=n, a
-batch is trained a second time n steps after its first. An immediate second update would follow the noise of the first
-(notes/). Where the roles take turns, it comes before the next batch is generated. In an asynchronous run it comes before the
-next batch is waited for, and only where the trainer has to wait (trainer/loop.py)."""
+A batch holds more signal than one update uses. With train.second_update_after=n, it is trained a second time n steps after
+its first; an immediate second update would follow the noise of the first (notes/). Where the roles take turns, that comes
+before the next batch is generated, in an asynchronous run only where the trainer has to wait (trainer/loop.py)."""
 
 from __future__ import annotations
 
@@ -25,19 +24,16 @@ from tba.trainer.reference import Beta
 from tba.trainer.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
-RECENT, LATE = 8, 0.1
-"""Batches that are looked at, and the share of an update's seconds that makes one late."""
+RECENT, LATE = 8, 0.1  # batches that are looked at, and the share of an update's seconds that makes one late
 
 
 @dataclass
 class SpareTime:
-    """Whether an asynchronous trainer has time for second updates. It has if one of the last batches was late, so that the
-    trainer waited or would have waited. A trainer whose batches are all there in time is the bottleneck: a second update
-    would cost it a new batch."""
+    """Whether an asynchronous trainer has time for second updates: one of the last batches was late. A trainer whose batches
+    are all there in time is the bottleneck, and a second update would cost it a new batch."""
 
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
-    step_seconds: float = 0.0
-    """Of the last update on a new batch."""
+    step_seconds: float = 0.0  # of the last update on a new batch
 
     @property
     def is_enough(self) -> bool:
@@ -56,25 +52,25 @@ class Updates:
     train_step: TrainStep
     rate: LearningRate
     beta: Beta
-    folder: Path
-    """Where a batch is saved that cannot be trained on."""
-    clock: TrainingClock | None = None
-    """Tells how many steps a run of limited time will have."""
+    folder: Path  # where a batch is saved that cannot be trained on
+    clock: TrainingClock | None = None  # tells how many steps a run of limited time will have
     trained_once: deque[Batch] = field(init=False)
     """The last batches, the oldest first, at most as many as there are steps between the two updates."""
-    reward_unit: float = field(init=False)
-    """Divisor of rewards (objective.reward_unit)."""
+    reward_unit: float = field(init=False)  # divisor of rewards (objective.reward_unit)
 
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
         given = self.config.objective.reward_unit
         self.reward_unit = given if isinstance(given, float) else 1.0
-        self._spread = 0.0
-        """Largest spread of rewards within prompts so far."""
+        self._spread = 0.0  # largest spread of rewards within prompts so far
 
     def first(self, batch: Batch, *, step: int, progress: float) -> StepResult:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
-        self._see_rewards(batch)
+        if self.config.objective.reward_unit == "spread":
+            # The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ. Rewards of 0
+            # and 1 in equal parts have a spread of .5, and so a unit of 1.
+            self._spread = max(self._spread, reward_spread(batch))
+            self.reward_unit = 2.0 * self._spread or 1.0
         with self._naming(batch, f"step {step}", step):
             # No weight has moved yet: the first update of `auto` is scaled by responses that it does not train on.
             begins = self.rate.is_auto and self.rate.squares == 0.0
@@ -107,8 +103,7 @@ class Updates:
         return batch.totals.responses
 
     def forget(self) -> None:
-        """No second update on what has been trained so far: it was scored by a reference that is none any more, or is of a
-        policy that was given up."""
+        """No second update on what has been trained so far: it was scored by a reference that is none any more."""
         self.trained_once.clear()
 
     def state(self) -> dict[str, Any]:
@@ -119,13 +114,6 @@ class Updates:
         self.trained_once.clear()
         self.trained_once.extend(state["trained_once"])
         self.reward_unit, self._spread = state["reward_unit"], state["spread"]
-
-    def _see_rewards(self, batch: Batch) -> None:
-        """The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ."""
-        if self.config.objective.reward_unit == "spread":
-            self._spread = max(self._spread, reward_spread(batch))
-            # Rewards of 0 and 1 in equal parts have a spread of .5, and so a unit of 1.
-            self.reward_unit = 2.0 * self._spread or 1.0
 
     def _in_own_unit(self, batch: Batch) -> Batch:
         return replace(batch, reward_PK=batch.reward_PK / self.reward_unit)
@@ -140,9 +128,12 @@ class Updates:
     ) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
         weight makes none. `unseen` are the responses that the first update of `auto` is measured by."""
-        first = unseen is not None and math.isfinite(self.rate.entropy) and self._says_something(batch, progress)
+        # Groups of equal rewards have no first gradient where responses are compared with their group's mean, while the
+        # policy is still the reference: it is rounding noise, of which Adam would make a whole step.
+        compares = self.train_step.objective.needs.group and self.config.has_plain_target_at(0, progress)
+        first = unseen is not None and math.isfinite(self.rate.entropy) and (not compares or reward_spread(batch) > 0.0)
         if unseen is not None and not first:
-            rate = 0.0  # rounding noise is all that this gradient holds, and Adam would make a whole step of it
+            rate = 0.0
         measured = self.rate.is_auto and not lags and self.config.is_synchronous
         nats = self.rate.size if first else None
         found = self.train_step.move(rate, nats=nats, of=unseen or (), measure=measured)
@@ -153,13 +144,6 @@ class Updates:
         self.rate.moved(progress, new=found.pop("update_drift", None), own=found.pop("own_movement", None))
         return found
 
-    def _says_something(self, batch: Batch, progress: float) -> bool:
-        """Whether the first gradient is more than rounding noise. Groups of equal rewards have none where responses are
-        compared with their group's mean, while the policy is still the reference."""
-        objective = self.train_step.objective
-        compares = objective.needs.group and self.config.has_plain_target_at(0, progress)
-        return not compares or reward_spread(batch) > 0.0
-
     @contextmanager
     def _naming(self, batch: Batch, name: str, step: int) -> Iterator[None]:
         """Say which update was refused, and keep its batch."""
@@ -168,7 +152,11 @@ class Updates:
             yield
         except NonFiniteLoss as error:
             self.train_step.moved = before  # a step may have moved by its first update when its second is refused
-            path = save_batch(batch, self.folder / f"failed-batch-step-{step}.safetensors")
+            path = self.folder / f"failed-batch-step-{step}.safetensors"
+            names = (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
+            tensors = {name: getattr(batch, name).cpu().contiguous() for name in names}
+            tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
+            save_file(tensors, path)
             raise NonFiniteLoss(
                 f"{name} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
@@ -181,13 +169,3 @@ def with_old_values(batch: Batch, result: StepResult) -> Batch:
     if values_N is None or batch.old_values_N is not None:
         return batch
     return replace(batch, old_values_N=values_N.cpu())
-
-
-def save_batch(batch: Batch, path: Path) -> Path:
-    """A batch as safetensors, for looking at what went wrong."""
-    tensors = {
-        name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
-    }
-    tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
-    save_file(tensors, path)
-    return path

@@ -16,6 +16,7 @@ trainer.train()
 `GRPOConfig` and `GRPOTrainer` are the same two under TRL's names: a script changes its import and nothing else.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,12 +28,6 @@ __all__ = ["TBAConfig", "TBATrainer"]
 
 def __getattr__(name: str) -> Any:
     """Import the two when they are asked for: the command line looks up TRL's names (config/trl_names.py) without torch."""
-    if name == "TBAConfig":
-        from tba.trl.config import TBAConfig
-
-        return TBAConfig
-    if name == "TBATrainer":
-        from tba.trl.trainer import TBATrainer
-
-        return TBATrainer
-    raise AttributeError(f"module 'tba.trl' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'tba.trl' has no attribute {name!r}")
+    return getattr(import_module("tba.trl.config" if name == "TBAConfig" else "tba.trl.trainer"), name)

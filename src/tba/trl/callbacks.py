@@ -20,9 +20,6 @@ from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import PastLine, RunListener
 from tba.trl.files import check_kind, link_checkpoints
 
-EVALUATION = "eval_"
-"""Beginning of the names of an evaluation's metrics in transformers."""
-
 
 class Callbacks(RunListener):
     """Passes what happens on to callbacks."""
@@ -62,7 +59,6 @@ class Callbacks(RunListener):
         self.call("on_init_end", [made])
 
     def remove(self, callback: Any) -> TrainerCallback | None:
-        """Take out a callback, or the first of a class."""
         found = [c for c in self.callbacks if c is callback or (isinstance(callback, type) and isinstance(c, callback))]
         if found:
             self.callbacks.remove(found[0])
@@ -85,10 +81,8 @@ class Callbacks(RunListener):
         self.call("on_log", logs=dict(values))
 
     def _add_to_history(self, step: int, values: Mapping[str, float]) -> None:
-        record = {**values, "step": step}
-        if self.state.epoch is not None:
-            record["epoch"] = self.state.epoch
-        self.state.log_history.append(record)
+        epoch = {} if self.state.epoch is None else {"epoch": self.state.epoch}
+        self.state.log_history.append({**values, "step": step, **epoch})
 
     # What is heard of the run
 
@@ -140,14 +134,33 @@ class Callbacks(RunListener):
         self._count_evaluation(step, metrics)
 
     def _count_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the best metric, with which EarlyStoppingCallback compares. It sees an evaluation before that counts."""
         self._first = self._first or metrics
-        if step > 0 and metrics:  # transformers does not count an evaluation of the start model
-            self._keep_best(step, metrics)
+        if step == 0 or not metrics:  # transformers does not count an evaluation of the start model
+            return
+        evaluate, state = self._args.evaluate, self.state
+        # The same rule as the run's best checkpoint: `_first` names the metric where none was chosen.
+        value, best = metrics.get(deciding_metric(evaluate.metric, self._first, metrics)), state.best_metric
+        is_better = value is not None and (best is None or (value < best if evaluate.lower_is_better else value > best))
+        if is_better:
+            state.best_metric, state.best_global_step = value, step
 
     def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
-        self._after_the_step(partial(self._report_save, step, path, wait))
+        def tell() -> None:
+            self._come_to(step)
+            self.control.should_save = self.save = False
+            if step == self._saved:  # on_save is called once for a checkpoint, also where it is asked for twice
+                return
+            self._saved = step
+            if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
+                wait()  # they may read it
+            # RUN/checkpoints/step-N: a callback looks for RUN/checkpoint-N, as TRL names it.
+            link_checkpoints(path.parent.parent)
+            self.call("on_save")
 
-    def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
+        self._after_the_step(tell)
+
+    def report_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = "eval_") -> None:
         """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
         evaluated, which in an asynchronous run is an earlier one."""
         # Not kept for after the step: callbacks see the evaluation with its own step.
@@ -158,34 +171,11 @@ class Callbacks(RunListener):
         self.call("on_evaluate", metrics=values)
         self._come_to(now)
 
-    def _report_save(self, step: int, path: Path, wait: Callable[[], None]) -> None:
-        self._come_to(step)
-        self.control.should_save = self.save = False
-        if step != self._saved:  # on_save is called once for a checkpoint, also where it is asked for twice
-            self._saved = step
-            if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
-                wait()  # they may read it
-            # RUN/checkpoints/step-N: a callback looks for RUN/checkpoint-N, as TRL names it.
-            link_checkpoints(path.parent.parent)
-            self.call("on_save")
-
     def _after_the_step(self, tell: Callable[[], None]) -> None:
         if self._in_step is None:
             tell()
         else:
             self._in_step.append(tell)
-
-    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the best metric, with which EarlyStoppingCallback compares. It sees an evaluation before that counts."""
-        evaluate, state = self._args.evaluate, self.state
-        # The same rule as the run's best checkpoint: `_first` names the metric where none was chosen.
-        value = metrics.get(deciding_metric(evaluate.metric, self._first, metrics))
-        if value is None:
-            return
-        if state.best_metric is None or (
-            value < state.best_metric if evaluate.lower_is_better else value > state.best_metric
-        ):
-            state.best_metric, state.best_global_step = value, step
 
     def ends(self, step: int) -> None:
         self._end_epoch()
@@ -207,6 +197,6 @@ class Callbacks(RunListener):
             self.state.epoch = step / self._steps_per_epoch
 
 
-def _of_evaluation(metrics: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+def _of_evaluation(metrics: Mapping[str, float], prefix: str = "eval_") -> dict[str, float]:
     """The metrics of an evaluation by transformers' names."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}

@@ -1,6 +1,5 @@
-"""Files of a script's run. Inputs for all its processes: datasets as JSONL, models as folders, rewards as functions that can
-be sent to workers. Outputs: checkpoints by TRL's names, the trained model with its card.
-"""
+"""Files of a script's run. Inputs for all its processes: datasets as JSONL, models as folders, rewards as functions
+that can be sent to workers. Outputs: checkpoints by TRL's names, the trained model with its card."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from tba.models.paths import check_named, check_there, resolve_path
 from tba.observe.files import write_json
 from tba.observe.run_folder import SAVED, RunFolder, saved_names
 
+logger = logging.getLogger("tba")
+
 
 def check_kind(name: str, value: Any, attribute: str, give: str) -> None:
     """Refuse an object of a wrong kind, known by what it lacks. The AttributeError of its use names no argument."""
@@ -29,11 +29,11 @@ def check_kind(name: str, value: Any, attribute: str, give: str) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}: give {give}.")
 
 
-def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
+def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path | None, path: Path, *, what: str) -> str | None:
     """A dataset as a JSONL file; one that is a file already stays where it is. A file of other rows that has that name is of
     an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
-    if isinstance(dataset, (str, Path)):
-        return str(Path(dataset).expanduser())
+    if dataset is None or isinstance(dataset, (str, Path)):
+        return dataset if dataset is None else str(Path(dataset).expanduser())
     path.parent.mkdir(parents=True, exist_ok=True)
     # By process: two scripts may write the same dataset at once.
     written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
@@ -56,6 +56,13 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "give rows, which are mappings with a `prompt` of text or chat messages, and columns of plain data"
+
+    def plain(value: Any) -> Any:
+        """Numbers and arrays of NumPy and PyTorch as Python has them."""
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
     # A table of pandas and a mapping of several datasets are gone through by their names, which are no rows.
     try:
         numbered = enumerate(dataset)
@@ -65,16 +72,9 @@ def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[byt
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
         try:
-            yield (json.dumps(dict(row), default=_plain) + "\n").encode()
+            yield (json.dumps(dict(row), default=plain) + "\n").encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"row {number} of {what} cannot be written as JSON ({error}): {rows}.") from None
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy and PyTorch as Python has them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
@@ -147,9 +147,8 @@ def environment_code(factory: Any, tools: Sequence[Any] | None, agent: Any) -> d
     """Classes of environments by name, tools and agent, as task.environment takes them."""
     from tba.tasks.rewards.load_function import check_code
 
-    classes = (
-        {} if factory is None else dict(factory) if isinstance(factory, Mapping) else {code_name(factory): factory}
-    )
+    named = factory if isinstance(factory, Mapping) else {code_name(factory): factory}
+    classes = {} if factory is None else dict(named)
     agents = () if agent is None else (agent,)
     for kind, given in (("environment_factory", classes.values()), ("tools", tools or ()), ("agent", agents)):
         for own in given:
@@ -168,9 +167,8 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         kinds = "a reward model (a function is given itself, or as `file.py:name`)"
         check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
         if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
-            check_kind(
-                "reward_processing_classes", tokenizer, "save_pretrained", "tokenizers, or their folders or names"
-            )
+            give = "tokenizers, or their folders or names"
+            check_kind("reward_processing_classes", tokenizer, "save_pretrained", give)
             tokenizer.save_pretrained(folder)
             tokenizer = folder
         return ModelReward(name, tokenizer and str(tokenizer))
@@ -203,18 +201,6 @@ class ModelReward:
         return {**vars(self), "_loaded": None}
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        encoder = self._load()
-        chats = [isinstance(prompt, list) for prompt in prompts]
-        texts = [
-            encoder.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-            if chat
-            else prompt + completion
-            for chat, prompt, completion in zip(chats, prompts, completions)
-        ]
-        # A chat template writes its special tokens itself: a second BOS would change the score.
-        return encoder.logits(texts, special_tokens=not any(chats))[:, 0].tolist()
-
-    def _load(self) -> Any:
         if self._loaded is None:
             from transformers import AutoModelForSequenceClassification
 
@@ -231,7 +217,14 @@ class ModelReward:
                 num_labels=1,
                 dtype="auto",
             )
-        return self._loaded
+        template = self._loaded.tokenizer.apply_chat_template
+        chats = [isinstance(prompt, list) for prompt in prompts]
+        texts = [
+            template([*prompt, *completion], tokenize=False) if chat else prompt + completion
+            for chat, prompt, completion in zip(chats, prompts, completions)
+        ]
+        # A chat template writes its special tokens itself: a second BOS would change the score.
+        return self._loaded.logits(texts, special_tokens=not any(chats))[:, 0].tolist()
 
 
 def lora_config(peft_config: Any) -> dict[str, Any] | None:
@@ -254,16 +247,12 @@ def lora_config(peft_config: Any) -> dict[str, Any] | None:
     }
 
 
-logger = logging.getLogger("tba")
-
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
-NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
-
-
 def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
     """Copy what `from_pretrained` loads, and the model's card, to a folder, which may be that of the run."""
+    suffixes = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md", ".py")
     # Optimizer state has suffixes of model files, and is left out by name.
-    files = {file for pattern in MODEL_FILES for file in checkpoint.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
+    state = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
+    files = [file for file in checkpoint.iterdir() if file.name.endswith(suffixes) and file.name not in state]
     target.mkdir(parents=True, exist_ok=True)
     # Listed before they are written: a copy that breaks off leaves no file that the run does not know.
     if target.resolve() == run.resolve():
@@ -292,20 +281,24 @@ def link_checkpoints(run: Path) -> None:
                 # Relative, so that a run folder can be moved.
                 link.symlink_to(path.relative_to(run))
         except OSError as error:  # a folder of another user, or a disk without links
-            _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
+            message = f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone."
+            if message not in _warned:
+                _warned.add(message)
+                logger.warning("%s", message)
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+_warned: set[str] = set()
+"""Warnings that were logged, each once."""
 
 
 def model_card(config: Config, summary: Mapping[str, Any]) -> str:
     """The README of a trained model: from what, on what and how it was trained, and how well it did."""
-    rows = "".join(
-        f"| {name} | {_with_error(summary, 'start', name)} | {_with_error(summary, 'final', name)} |\n"
-        for name in summary.get("final", {})
-    )
+
+    def cell(when: str, name: str) -> str:
+        value, error = summary.get(when, {}).get(name), summary.get(f"{when}_standard_error", {}).get(name)
+        return "" if value is None else f"{value:.3g}" if error is None else f"{value:.3g} +- {error:.2g}"
+
+    rows = "".join(f"| {name} | {cell('start', name)} | {cell('final', name)} |\n" for name in summary.get("final", {}))
     rewards = ", ".join(reward.label for reward in config.task.rewards)
     table = f"\n| metric | start | end |\n|---|---|---|\n{rows}" if rows else ""
     return f"""---
@@ -322,13 +315,6 @@ rewards {rewards or "of the task"}, seed {config.seed}, {summary["seconds"]:.0f}
 {table}
 Evaluated on {summary.get("evaluated", {}).get("num_prompts", 0)} held-out prompts.
 """
-
-
-def _with_error(summary: Mapping[str, Any], when: str, name: str) -> str:
-    value, error = summary.get(when, {}).get(name), summary.get(f"{when}_standard_error", {}).get(name)
-    if value is None:
-        return ""
-    return f"{value:.3g}" if error is None else f"{value:.3g} +- {error:.2g}"
 
 
 def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -90,12 +90,8 @@ class TBATrainer:
         weights = reward_weights if reward_weights is not None else self.args.reward_weights
         task = self.args.config.task.model_dump() | {
             "name": "custom",
-            "data": None
-            if train_dataset is None
-            else dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
-            "eval_data": None
-            if eval_dataset is None
-            else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
+            "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
+            "eval_data": dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
             "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs, optional=plays),
         }
         task["environment"] = task["environment"] | environment
@@ -125,13 +121,8 @@ class TBATrainer:
         steps = train.max_steps or 0
         state = TrainerState(max_steps=steps, logging_steps=1)
         state.num_train_epochs = 0 if epoch is None else math.ceil(steps / epoch)
-        self._handler = Callbacks(
-            callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks],
-            args=self.args,
-            state=state,
-            context=self._context,
-            steps_per_epoch=epoch,
-        )
+        given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+        self._handler = Callbacks(given, args=self.args, state=state, context=self._context, steps_per_epoch=epoch)
 
     # Training
 
@@ -152,10 +143,9 @@ class TBATrainer:
         if self._by_name:
             self._model = None  # its memory is the run's now
         try:
-            resume = resume_from_checkpoint or False
             summary = train(
                 self.config,
-                resume=resume,
+                resume=resume_from_checkpoint or False,
                 accept_lost_replay=accept_lost_replay,
                 listener=self._handler,
                 keep_earlier=True,
@@ -369,11 +359,9 @@ class TBATrainer:
             raise ConfigError(
                 f"the trained weights are gone: {folder.checkpoints} is not there any more. Call train() again."
             )
-        newest = folder.checkpoints_by_step()
-        best = folder.checkpoints_by_step("best-step-")
-        if self.args.load_best_model_at_end and best:
-            return best[max(best)]
-        return newest[max(newest)] if newest else None
+        best = folder.checkpoints_by_step("best-step-") if self.args.load_best_model_at_end else {}
+        found = best or folder.checkpoints_by_step()
+        return found[max(found)] if found else None
 
     def _config_of_weights(self) -> Config:
         """The config of the run with the trained weights as its model, the start model before train()."""
@@ -407,7 +395,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
         if name not in REFUSED_ARGUMENTS:
             meant = difflib.get_close_matches(name, ARGUMENTS, n=1)
             meant += [
-                known for known, message in ARGUMENTS.items() if message.startswith(name)
+                known for known, text in ARGUMENTS.items() if text.startswith(name)
             ]  # tokenizer: processing_class
             hint = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(ARGUMENTS)} and reward_weights."
             raise ConfigError(f"TBATrainer has no argument {name}: {hint}")

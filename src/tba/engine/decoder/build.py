@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
 LONGEST_WINDOW = 64
 """Longest window that the check sees the end of: longer ones would make it slow on a large model."""
-PROMPT_LENGTHS = (7, 4)
-"""Two lengths, so that rows are padded and positions differ between slots."""
-NUM_TOKENS = 5
-"""Number of tokens generated for each sample."""
-SAMPLES = 3
-"""Number of samples of each prompt: in bf16 single tokens may be far off, the mean of all is not."""
+NUM_TOKENS, SAMPLES = 5, 3
+"""Number of tokens and samples of each prompt: in bf16 single tokens may be far off, the mean of all is not."""
 
 
 def make_decoder(model: PreTrainedModel, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -83,7 +80,6 @@ def native_spec(model: PreTrainedModel) -> DecoderSpec:
 
 
 def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
-    """The spec and the tensor names of a model; neither needs its weights."""
     config: Any = model.config.get_text_config()
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
@@ -101,7 +97,6 @@ def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
 
 
 def _rotations(model: PreTrainedModel, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
-    """Rotation tables from the model's own rotary module, so that every static rotary type is right."""
     kinds = sorted(set(spec.rotary_kinds) - {""})
     if not kinds:
         return {}
@@ -115,17 +110,17 @@ def _rotations(model: PreTrainedModel, spec: DecoderSpec, max_length: int, devic
         raise UnsupportedModel(
             f"its rotary angles change for sequences of more than {limit} tokens, and these may have {max_length}"
         )
-    return {kind: _rotation_table(rotary, kind, max_length, spec.rotary_dim // 2).to(device) for kind in kinds}
-
-
-@torch.no_grad()
-def _rotation_table(rotary: nn.Module, kind: str, max_length: int, half: int) -> Tensor:
     like = next(rotary.buffers())
     positions = torch.arange(max_length, device=like.device)[None]
     x = torch.zeros(1, dtype=torch.float32, device=like.device)
-    cos, sin = rotary(x, positions) if kind == "all" else rotary(x, positions, kind)
-    # Most families repeat the angles for both halves of a head.
-    return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    tables: dict[str, Tensor] = {}
+    for kind in kinds:
+        with torch.no_grad():
+            cos, sin = rotary(x, positions) if kind == "all" else rotary(x, positions, kind)
+        # Most families repeat the angles for both halves of a head.
+        half = spec.rotary_dim // 2
+        tables[kind] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float()).to(device)
+    return tables
 
 
 class _Builder:
@@ -168,6 +163,10 @@ class _Builder:
         if spec.query_key_norm == "all":
             head_dims = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
         has_experts = spec.experts is not None and spec.experts.layers[index]
+        # Query, key and value in matrices of their own, or all in one, in either of two orders.
+        arranges = [self._pair_heads, self._pair_heads, _same]
+        if len(names.qkv) == 1:
+            arranges = [self._split_interleaved if names.interleaved else self._pair_stacked]
 
         def norm(name: str | None, wanted: bool = True) -> Norm | None:
             return self._norm(prefix + name, spec.hidden_size) if wanted and name is not None else None
@@ -177,7 +176,7 @@ class _Builder:
 
         return Layer(
             attention_norm=norm(names.attention_norm),
-            qkv=self._linear([(prefix + name, arrange) for name, arrange in self._qkv_sources()]),
+            qkv=self._linear([(prefix + name, arrange) for name, arrange in zip(names.qkv, arranges)]),
             output=self._linear([(prefix + names.output, _same)]),
             mlp_norm=norm(names.mlp_norm),
             mlp=self._experts(prefix) if has_experts else self._dense(prefix),
@@ -208,16 +207,9 @@ class _Builder:
             down_bias=self._stack([(f"{base}.down_proj_bias", _same)], _same, self.dtype) if biased else None,
         )
 
-    def _qkv_sources(self) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-        if len(self.names.qkv) == 3:
-            return list(zip(self.names.qkv, (self._pair_heads, self._pair_heads, _same)))
-        return [(self.names.qkv[0], self._split_interleaved if self.names.interleaved else self._pair_stacked)]
-
     def _pair_heads(self, rows: Tensor) -> Tensor:
-        """Put the two halves that rotate together side by side: within a head 0, h, 1, h + 1, ...
-
-        Queries and keys are reordered alike, so their products stay the same.
-        """
+        """Put the two halves that rotate together side by side: within a head 0, h, 1, h + 1, ... Queries and keys are
+        reordered alike, so their products stay the same."""
         half, rest = self.spec.rotary_dim // 2, self.spec.head_dim - self.spec.rotary_dim
         heads = rows.unflatten(0, (-1, self.spec.head_dim))
         pairs = torch.stack((heads[:, :half], heads[:, half : 2 * half]), dim=2).flatten(1, 2)
@@ -236,7 +228,6 @@ class _Builder:
         return torch.cat((query, key, value.flatten(0, 1)))
 
     def _linear(self, sources: list[tuple[str, Callable[[Tensor], Tensor]]]) -> Linear:
-        """One matrix of all sources stacked; with a bias when they have one."""
         turned = _transpose if self.names.transposed else _same
         weight = self._stack([(f"{name}.weight", arrange) for name, arrange in sources], turned, self.dtype)
         if f"{sources[0][0]}.bias" not in self.shapes:
@@ -288,7 +279,6 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _transpose(tensor: Tensor) -> Tensor:
-    """A matrix, or each of several, turned."""
     return tensor.transpose(-1, -2)
 
 
@@ -317,7 +307,6 @@ def check_decoder(model: nn.Module, decoder: Decoder, max_length: int) -> None:
 
 
 def tolerance(model: nn.Module, decoder: Decoder) -> float:
-    """Largest mean total variation distance that rounding explains."""
     is_coarse = torch.bfloat16 in (decoder.dtype, next(model.parameters()).dtype)
     return TOLERANCE[torch.bfloat16 if is_coarse else torch.float32]
 
@@ -351,14 +340,19 @@ def check_engine(model: nn.Module, engine: Engine, decoder: Decoder, max_length:
     num_tokens = min(NUM_TOKENS, max_length - 1)
     if num_tokens < 1:
         return
-    requests = _requests(decoder.spec.vocab_size, num_tokens, max_length)
     sampling = Sampling(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
+    rng, requests = np.random.default_rng(0), list[Request]()
+    # Two lengths, so that rows are padded and positions differ between slots; the shorter one is continued greedily.
+    for index, length in enumerate((7, 4)):
+        ids = rng.integers(decoder.spec.vocab_size, size=min(length, max_length - num_tokens)).astype(np.int32)
+        prompt = Prompt(id=f"check {index}", token_ids=ids, text="")
+        requests.append(Request(prompt=prompt, sampling=replace(sampling, greedy=index == 1)))
     # The engine's own loop: queue, prefill, slots and sampling all take part.
     completions = list(engine.generate(requests, samples_per_prompt=SAMPLES, sampling=sampling))
     prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
     rows = [torch.from_numpy(np.concatenate((prompts[done.prompt_id], done.token_ids))).long() for done in completions]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding comes last: no real token sees it
-    log_probs = _own_log_probs(model, ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding comes last: no real token sees it
+    log_probs = _own_log_probs(model, ids_BT)[:, :-1].gather(2, ids_BT[:, 1:, None])[..., 0]
     # Column t predicts token t + 1: the columns of a response begin at its prompt's last token.
     parts = [slice(len(prompts[done.prompt_id]) - 1, len(row) - 1) for done, row in zip(completions, rows)]
     expected = torch.cat([found[part] for found, part in zip(log_probs, parts)])
@@ -375,20 +369,8 @@ def check_engine(model: nn.Module, engine: Engine, decoder: Decoder, max_length:
         )
 
 
-def _requests(vocabulary: int, num_tokens: int, max_length: int) -> list[Request]:
-    """A prompt of random tokens to be sampled and a shorter one to be continued greedily."""
-    rng = np.random.default_rng(0)
-    found = []
-    for index, length in enumerate(PROMPT_LENGTHS):
-        token_ids = rng.integers(vocabulary, size=min(length, max_length - num_tokens)).astype(np.int32)
-        sampling = Sampling(max_new_tokens=num_tokens, min_new_tokens=num_tokens, greedy=index == 1)
-        found.append(Request(prompt=Prompt(id=f"check {index}", token_ids=token_ids, text=""), sampling=sampling))
-    return found
-
-
 @torch.no_grad()
 def _own_log_probs(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Log-probs [B, T, V] by the model's own forward pass."""
     # Dropout would make the model's own log-probs random.
     was_training, _ = model.training, model.eval()
     logits = model(input_ids=ids_BT.to(next(model.parameters()).device), use_cache=False).logits

@@ -18,7 +18,7 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from tba.engine.decoder.spec import (
     DecoderWeights,
     DenseMlp,
     Experts,
-    Layer,
     Linear,
     LowRank,
     Norm,
@@ -80,7 +79,7 @@ class Decoder:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy named tensors of a transformers state dict over the weights, or those of an adapter over the adapter."""
-        if self.adapter is not None and self.adapter.is_of(tensors):
+        if self.adapter is not None and any(name in self.adapter.placements for name in tensors):
             self.adapter.load(tensors)
         else:
             self.weights.load(tensors)
@@ -168,11 +167,9 @@ class Decoder:
         return query_key[:, : spec.num_heads]
 
     def _head_norm(self, norm: Norm, heads_NHD: Tensor) -> Tensor:
-        """Each head normed, or all of them together."""
         return norm(heads_NHD) if self.spec.query_key_norm == "head" else norm(heads_NHD.flatten(1)).view_as(heads_NHD)
 
     def _gated(self, inner: Tensor) -> Tensor:
-        """The activation of a dense MLP: of gate over up where it is gated."""
         if not self.spec.gated:
             return self.activation(inner)
         size = inner.shape[-1] // 2
@@ -207,9 +204,17 @@ class DecoderAdapter:
     def __init__(self, weights: DecoderWeights, model: PreTrainedModel) -> None:
         """`model` has the adapter: its shapes and scales count, its values do not. It changes nothing until it is loaded."""
         self.placements: dict[str, Placement] = {}
-        modules = dict(_adapted_modules(model))
+        parts = ("lora_A", "lora_embedding_A")
+        modules: dict[str, Any] = {
+            name: module
+            for name, module in model.named_modules()
+            if any(ADAPTER in getattr(module, part, ()) for part in parts)
+        }
+        linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.output)]
+        for mlp in (layer.mlp for layer in weights.layers):
+            linears += (mlp.up, mlp.down) if isinstance(mlp, DenseMlp) else (mlp.router,)
         # A named tensor may fill rows of a stacked matrix: views share its storage, by which the matrix is found.
-        places = {_storage(linear.weight): linear for layer in weights.layers for linear in _linears(layer)}
+        places = {_storage(linear.weight): linear for linear in linears}
         sources: dict[int, list[tuple[str, Placement]]] = {}
         for name in modules:
             placement = weights.placements.get(f"{name}.weight")
@@ -232,23 +237,13 @@ class DecoderAdapter:
             # Row of the stacked matrix at which this source's part begins.
             first = base.target.storage_offset() // num_columns
             rows = slice(first, first + base.target.shape[0])
-            self.placements[_part_name(name, "A")] = Placement(
-                target=low_rank.down[part],
-                shape=tuple(module.lora_A[ADAPTER].weight.shape),
-                arrange=lambda given: given,
-            )
-            self.placements[_part_name(name, "B")] = Placement(
-                # The rest of `up` stays zero: a source's ranks change its own rows alone.
-                target=low_rank.up[rows, part],
-                shape=tuple(module.lora_B[ADAPTER].weight.shape),
-                arrange=_arranged_like(base, module),
-            )
+            shape = tuple(module.lora_A[ADAPTER].weight.shape)
+            self.placements[_part_name(name, "A")] = Placement(low_rank.down[part], shape, lambda given: given)
+            # The rest of `up` stays zero: a source's ranks change its own rows alone.
+            target, shape = low_rank.up[rows, part], tuple(module.lora_B[ADAPTER].weight.shape)
+            self.placements[_part_name(name, "B")] = Placement(target, shape, _arranged_like(base, module))
             start += rank
         return low_rank
-
-    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors are an adapter's."""
-        return any(name in self.placements for name in tensors)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -264,19 +259,7 @@ def _arranged_like(base: Placement, module: Any) -> Callable[[Tensor], Tensor]:
     return lambda given: base.arrange(given.float().t() if turned else given.float()) * scale
 
 
-def _adapted_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if ADAPTER in getattr(module, "lora_A", ()) or ADAPTER in getattr(module, "lora_embedding_A", ()):
-            yield name, module
-
-
-def _linears(layer: Layer) -> tuple[Linear, ...]:
-    inner = (layer.mlp.up, layer.mlp.down) if isinstance(layer.mlp, DenseMlp) else (layer.mlp.router,)
-    return (layer.qkv, layer.output, *inner)
-
-
 def _storage(tensor: Tensor) -> int:
-    """Key that a tensor and its views share."""
     return tensor.untyped_storage().data_ptr()
 
 

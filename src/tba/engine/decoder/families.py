@@ -82,7 +82,6 @@ GPT_OSS_NAMES = Names(router="mlp.router", mixed_experts=True)
 
 
 def _shape_of(config: Any) -> dict[str, Any]:
-    """The fields of a spec that all configs call the same."""
     heads = config.num_attention_heads
     return {
         "family": config.model_type,
@@ -112,23 +111,19 @@ def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
     shape = _shape_of(config)
     # The share of a head that turns; the rest of it knows no position.
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    rotating = config.no_rope_layers if config.model_type == "smollm3" else (True,) * config.num_hidden_layers
     values = {
         "mlp_size": config.intermediate_size,
         "windows": _windows(config),
         "query_scales": (shape["head_dim"] ** -0.5,) * config.num_hidden_layers,
-        "rotary_kinds": ("all",) * config.num_hidden_layers,
+        # 1 in SmolLM 3's no_rope_layers means that the layer rotates, whatever the name says.
+        "rotary_kinds": tuple("all" if rotates else "" for rotates in rotating),
         "rotary_dim": int(shape["head_dim"] * partial),
         "norm_epsilon": getattr(config, "rms_norm_eps", None) or config.layer_norm_eps,
         "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
         "tied": tied,
     }
     return DecoderSpec(**{**shape, **values, **changes})
-
-
-def _smollm3(config: Any, *, tied: bool) -> DecoderSpec:
-    # 1 in no_rope_layers means that the layer rotates, whatever the name says.
-    kinds = tuple("all" if rotates else "" for rotates in config.no_rope_layers)
-    return _llama_like(config, tied=tied, rotary_kinds=kinds)
 
 
 def _granite(config: Any, *, tied: bool) -> DecoderSpec:
@@ -174,9 +169,7 @@ def _gpt_oss(config: Any, *, tied: bool) -> DecoderSpec:
 
 
 def _gemma(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
-    return _llama_like(
-        config, tied=tied, norm_offset=1.0, embedding_scale=config.hidden_size**0.5, windows=_windows(config), **changes
-    )
+    return _llama_like(config, tied=tied, norm_offset=1.0, embedding_scale=config.hidden_size**0.5, **changes)
 
 
 def _gemma2(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
@@ -228,7 +221,7 @@ FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
     "qwen2": (_llama_like, LLAMA_NAMES),
     "qwen3": (QWEN3, LLAMA_NAMES),
     "phi3": (_llama_like, PHI3_NAMES),
-    "smollm3": (_smollm3, LLAMA_NAMES),
+    "smollm3": (_llama_like, LLAMA_NAMES),
     "granite": (_granite, LLAMA_NAMES),
     "olmo2": (OLMO2, OLMO2_NAMES),
     "mixtral": (_with_experts, LLAMA_NAMES),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tba.engine.decoder.layers import Attend, AttendProjected, CausalAttention, apply_experts, clamped_gate
-from tba.engine.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Layer, Linear, Norm
+from tba.engine.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Linear, Norm
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
     from tba.engine.kernels.layer import Tile
@@ -48,18 +48,16 @@ def why_never_fused(spec: DecoderSpec) -> str | None:
 
 
 def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> FusedPass | None:
-    """The fused pass of a decoder; None on a CPU, without Triton, or for a family that computes otherwise."""
     serves = weights.embedding.is_cuda and why_not_fused(spec) is None
     return FusedPass(spec, weights, rotations) if serves else None
 
 
 class Added(NamedTuple):
-    """Sum that a layer's attention or MLP adds to the residual stream."""
+    """Sum that a layer's attention or MLP adds to the residual stream: the delta [N, E], or the sum of parts [P, N, E], and
+    a bias [E] where that is not in the delta."""
 
     delta: Tensor
-    """[N, E], or parts [P, N, E] of which it is the sum."""
     bias: Tensor | None = None
-    """[E], to be added too; None = there is none, or it is in the delta."""
 
 
 class FusedPass:
@@ -88,7 +86,6 @@ class FusedPass:
         return self._add_norm(x_NE, added, self.weights.final_norm)
 
     def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend) -> None:
-        """Keys and values of every layer, nothing else; x is used up."""
         added: Added | None = None
         last = self.spec.num_layers - 1
         for index in range(last):
@@ -96,12 +93,7 @@ class FusedPass:
         self._store(last, self._projected(last, x_NE, added), positions_N, attend)
 
     def _layer(
-        self,
-        index: int,
-        x: Tensor,
-        added: Added | None,
-        positions: Tensor,
-        attend: Attend | AttendProjected,
+        self, index: int, x: Tensor, added: Added | None, positions: Tensor, attend: Attend | AttendProjected
     ) -> Added:
         """Adds what the layer before adds to the residual stream x, and returns what this layer's MLP adds."""
         layer, spec = self.weights.layers[index], self.spec.experts
@@ -131,7 +123,13 @@ class FusedPass:
         tile = self._tile("plain", layer.qkv, normed)
         qkv = layer.qkv(normed) if tile is None else linear(normed, layer.qkv.weight, layer.qkv.bias, tile)
         if self.spec.query_key_norm == "all":
-            self._norm_all_heads(qkv, layer)
+            # All query heads together, and all key heads. The kernels that follow norm by head only.
+            start = 0
+            for norm, heads in ((layer.query_norm, self.spec.num_heads), (layer.key_norm, self.spec.num_kv_heads)):
+                assert norm is not None
+                part = qkv[:, start : start + heads * self.spec.head_dim]
+                part.copy_(norm(part.float()))
+                start += part.shape[1]
         return qkv
 
     def _store(self, index: int, qkv: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -160,17 +158,6 @@ class FusedPass:
             attend.store(index, keys, values)
         return query
 
-    def _norm_all_heads(self, qkv: Tensor, layer: Layer) -> None:
-        """Norm all query heads together, and all key heads, in place."""
-        sizes = (self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim)
-        start = 0
-        for norm, size in zip((layer.query_norm, layer.key_norm), sizes):
-            assert norm is not None
-            part = qkv[:, start : start + size]
-            # The kernels that follow read qkv and norm by head only: this norm must have happened.
-            part.copy_(norm(part.float()))
-            start += size
-
     def _gated(self, up: Linear, x: Tensor) -> Tensor:
         """activation(gate) * up [N, F]."""
         from tba.engine.kernels.layer import gated, gated_linear
@@ -181,7 +168,6 @@ class FusedPass:
         return gated_linear(x, up.weight, up.bias, tile, gelu=self.is_gelu)
 
     def _added(self, linear: Linear, x: Tensor, post_norm: Norm | None) -> Added:
-        """Sum that a product adds to the residual stream, normed where its output is."""
         from tba.engine.kernels.layer import linear_parts
 
         # A post-norm needs the whole sum, so the parts could not wait for the next norm.
@@ -206,7 +192,6 @@ class FusedPass:
         return add_norm(x, delta, weight, epsilon, self.dtype, bias_E=bias, delta_scale=self.spec.residual_scale)
 
     def _normed(self, output: Tensor, norm: Norm | None) -> Tensor:
-        """Sum that attention or MLP adds, normed where its output is, in fp32."""
         from tba.engine.kernels.layer import add_norm
 
         return output if norm is None else add_norm(output, None, norm.weight, norm.epsilon, torch.float32)

@@ -8,8 +8,8 @@ weights. Tokens are sorted by expert, so that each matrix product is one grouped
 on what is chosen and nothing is read back from the device, so that a captured CUDA graph serves every choice. (In fp32
 PyTorch's grouped product goes through the host: there is no graph then.)
 
-Axes: N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension, E hidden,
-X experts, C experts chosen by a token, R = N C rows, F MLP width.
+Axes: M layers, N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension,
+E hidden, X experts, C experts chosen by a token, R = N C rows, F MLP width.
 """
 
 from __future__ import annotations
@@ -69,9 +69,16 @@ def attention(
         # Sinks add to the soft-max's sum by hand, and that code knows no is_causal.
         mask = causal_mask(query, key) if mask is None else mask
         return attention_with_sinks(query, key, value, mask, sinks_H[:, None, None], scale=scale)
-    if cap is None:
-        return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
-    return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
+    if cap is not None:
+        return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
+    group = spec.group
+    if query.is_cuda and mask is not None and group > 1:
+        # No kernel on CUDA takes both a mask and grouped heads, but cuDNN's.
+        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
+    with sdpa_kernel(WITHOUT_PLANS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
+        )
 
 
 def attention_with_sinks(
@@ -87,69 +94,44 @@ def attention_with_sinks(
     return torch.matmul(weights.to(value.dtype), value)
 
 
-def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, group: int
-) -> Tensor:
-    if (
-        query.is_cuda and mask is not None and group > 1
-    ):  # no kernel on CUDA takes both a mask and grouped heads, but cuDNN's
-        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
-    with sdpa_kernel(WITHOUT_PLANS) if query.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
-        )
-
-
 def as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Heads of a sequence together: [B * T, H, D] -> [B, H, T, D]."""
     return heads_NHD.unflatten(0, shape).transpose(1, 2).to(dtype)
 
 
 class CausalAttention:
-    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it.
-
-    Keeps every layer's keys and values when `keep` is set, else those of the layer at work.
-    """
+    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it. Keys and values of
+    all layers are kept."""
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        num_rows: int,
-        num_columns: int,
-        *,
-        keep: bool = False,
-        dtype: torch.dtype = torch.float32,
+        self, spec: DecoderSpec, num_rows: int, num_columns: int, *, dtype: torch.dtype = torch.float32
     ) -> None:
         """`dtype` is that of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
-        self.spec = spec
-        self.dtype = dtype
+        self.spec, self.dtype = spec, dtype
         self.shape = (num_rows, num_columns)
-        self.keep = keep
         self._tables: tuple[Tensor, Tensor] | None = None
-        """Keys and values [layers kept, B, T, K, D]; made when the device is known."""
+        """Keys and values [M, B, T, K, D]; made when the device is known."""
         self.masks: dict[int, Tensor] = {}
 
     @property
     def keys(self) -> Tensor:
-        """Keys [layers kept, B, K, T, D], a view."""
+        """Keys [M, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[0].transpose(2, 3)
 
     @property
     def values(self) -> Tensor:
-        """Values [layers kept, B, K, T, D], a view."""
+        """Values [M, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[1].transpose(2, 3)
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The tensors [N, K, D] of a layer's keys and values; a kernel that fills them at once needs no `store`."""
-        spec = self.spec
         if self._tables is None:
-            # Without `keep` one layer's tables serve all: each layer writes over those of the one before.
-            shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
+            shape = (self.spec.num_layers, *self.shape, self.spec.num_kv_heads, self.spec.head_dim)
             keys, values = (torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2))
             self._tables = (keys, values)
-        keys, values = (table[layer if self.keep else 0].flatten(0, 1) for table in self._tables)
+        keys, values = (table[layer].flatten(0, 1) for table in self._tables)
         return keys, values
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
@@ -160,8 +142,7 @@ class CausalAttention:
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         query = as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
-        kept = layer if self.keep else 0
-        attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask, sinks_H)
+        attended = attention(self.spec, layer, query, self.keys[layer], self.values[layer], mask, sinks_H)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
@@ -178,18 +159,14 @@ class CausalAttention:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def choose_experts(logits_NX: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-    """Weights [N, C] in fp32 and numbers [N, C] of each token's experts."""
-    logits_NX = logits_NX.float()
-    highest_NC, chosen_NC = torch.topk(logits_NX, spec.num_chosen, dim=-1)
-    if spec.normalised:  # a soft-max of all, chosen and divided by its sum, is the soft-max of the chosen
-        return torch.softmax(highest_NC, dim=-1), chosen_NC
-    return torch.exp(highest_NC - torch.logsumexp(logits_NX, dim=-1, keepdim=True)), chosen_NC
-
-
 def apply_experts(x_NE: Tensor, experts: Experts, spec: ExpertsSpec, gated: Callable[[Tensor], Tensor]) -> Tensor:
     """Sum that the experts add to each token [N, E], fp32; `gated` turns gate over up [R, 2 F] into [R, F]."""
-    weight_NC, chosen_NC = choose_experts(experts.router(x_NE), spec)
+    logits_NX = experts.router(x_NE).float()
+    highest_NC, chosen_NC = torch.topk(logits_NX, spec.num_chosen, dim=-1)
+    if spec.normalised:  # a soft-max of all, chosen and divided by its sum, is the soft-max of the chosen
+        weight_NC = torch.softmax(highest_NC, dim=-1)
+    else:
+        weight_NC = torch.exp(highest_NC - torch.logsumexp(logits_NX, dim=-1, keepdim=True))
     # Rows by expert: the rows of expert x end at ends_X[x], as grouped products take them.
     expert_R, order_R = torch.sort(chosen_NC.flatten(), stable=True)
     counts_X = torch.zeros(spec.num_experts, dtype=torch.int32, device=x_NE.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ class ExpertsSpec:
 
     num_experts: int
     num_chosen: int
-    """Experts that a token goes through."""
     mlp_size: int
     layers: tuple[bool, ...]
     """Whether a layer has experts; the others have a dense MLP."""
@@ -58,7 +57,6 @@ class DecoderSpec:
     windows: tuple[int | None, ...]
     """Number of tokens that a token sees, itself included, by layer; None = all before it."""
     query_scales: tuple[float, ...]
-    """Factor of query x key, by layer."""
     rotary_kinds: tuple[str, ...]
     """Name of the rotation table, by layer; "" = none (learned positions)."""
     rotary_dim: int = 0
@@ -88,7 +86,6 @@ class DecoderSpec:
     """Cap of attention scores, which become cap * tanh(score / cap); None = off."""
     logit_cap: float | None = None
     tied: bool = False
-    """Whether the head is the embedding matrix."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in the soft-max and adds nothing, as in GPT-OSS."""
     experts: ExpertsSpec | None = None
@@ -115,14 +112,11 @@ class DecoderSpec:
         return self.num_layers * attention + matrices * self.hidden_size * sum(sizes)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LowRank:
-    """A change of a matrix, up x down, that is kept beside it (`DecoderAdapter`)."""
+class LowRank(NamedTuple):
+    """A change of a matrix, up [out, R] x down [R, in], that is kept beside it (`DecoderAdapter`)."""
 
     down: Tensor
-    """[R, in]"""
     up: Tensor
-    """[out, R]"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,13 +167,11 @@ class DenseMlp:
 
 @dataclass(kw_only=True, eq=False)
 class Experts:
-    """The MLPs of a layer's experts, and what chooses among them."""
+    """The MLPs of a layer's experts: gate over up [X, 2 F, E] and down [X, E, F]."""
 
     router: Linear
     up: Tensor
-    """Gate over up of each expert [X, 2 F, E]."""
     down: Tensor
-    """[X, E, F]"""
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -207,19 +199,12 @@ class Layer:
         return self.query_norm.weight, self.key_norm.weight
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Placement:
-    """Where one named tensor goes.
-
-    Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)
-    """
+class Placement(NamedTuple):
+    """Where one named tensor goes: Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)"""
 
     target: Tensor
-    """A view of a static tensor."""
     shape: tuple[int, ...]
-    """Shape of the named tensor."""
     arrange: Callable[[Tensor], Tensor]
-    """Function from the named tensor to the values of the target."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -60,7 +60,6 @@ def _rank(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def _number(rank, SHIFT: tl.constexpr):
-    """The number of a rank."""
     # Bits that were left out are 0 in the float, which are ones in a negative number's rank.
     full = (rank << SHIFT) | tl.where(rank < 0, (1 << SHIFT) - 1, 0)
     return (full ^ ((full >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -160,7 +159,6 @@ def _find_cuts(
 
 @triton.jit
 def _kept(value, column, cut, last_id, SHIFT: tl.constexpr):
-    """The same allowed logits with what is cut off at -inf."""
     rank = _rank(value, SHIFT)
     return tl.where((rank > cut) | ((rank == cut) & (column <= last_id)), value, float("-inf"))
 

@@ -164,19 +164,25 @@ def rotate_and_store(
 
 
 @triton.jit
-def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    inside = column < F
-    gate = tl.load(inner + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(inner + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+def _activated(gate, GELU: tl.constexpr):
+    """SiLU, or GELU by its tanh formula."""
     if GELU:
         # tanh(z) = 2 sigmoid(2 z) - 1
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-2.0 * z))
     else:
         gate = gate / (1.0 + tl.exp(-gate))
-    tl.store(out + row * F + column, (gate * up).to(out.dtype.element_ty), mask=inside)
+    return gate
+
+
+@triton.jit
+def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    gate = tl.load(inner + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * F + column, (_activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def gated(inner_N2F: Tensor, *, gelu: bool) -> Tensor:
@@ -254,12 +260,7 @@ def _product(
         if GATED:
             up += tl.load(bias + X + column, mask=column < X, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        if GELU:
-            # tanh(z) = 2 sigmoid(2 z) - 1
-            z = 0.7978845608028654 * (total + 0.044715 * total * total * total)
-            total = total / (1.0 + tl.exp(-2.0 * z)) * up
-        else:
-            total = total / (1.0 + tl.exp(-total)) * up
+        total = _activated(total, GELU) * up
     # 64 bits: parts times rows times columns may pass 2^31.
     place = (part * N + row[:, None]).to(tl.int64) * X + column[None, :]
     inside = (row[:, None] < N) & (column[None, :] < X)
@@ -300,10 +301,8 @@ def _launch(
 
 
 def choose_tile(kind: Kind, x_NE: Tensor, weight: Tensor) -> Tile | None:
-    """How a product is cut; None = cuBLAS serves, because it is faster or because the kernel cannot.
-
-    Measured on an H200 with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (notes/).
-    """
+    """How a product is cut; None = cuBLAS serves, because it is faster or because the kernel cannot. Measured on an H200
+    with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (notes/)."""
     (rows, inner), size = x_NE.shape, weight.numel()
     # Tile loads by the hardware need rows of a multiple of 16 bytes: 8 numbers in half precision.
     serves = x_NE.dtype in (torch.bfloat16, torch.float16) and _is_hopper(x_NE.device) and inner % 8 == 0

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 PAGE = 64
-"""Number of positions of a page."""
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR = 2
 """Number of programs of the shared pass that a multiprocessor holds at once."""
@@ -303,10 +302,8 @@ def attend_shared(
     window: int | None,
     launch: Launch,
 ) -> None:
-    """Write the last `splits` parts [N, H, parts, D] of slots that share pages, and their sums [N, H, parts].
-
-    `factors` are those of `score_factors`.
-    """
+    """Write the last `splits` parts [N, H, parts, D] of slots that share pages, and their sums [N, H, parts]; `factors` are
+    those of `score_factors`."""
     assert launch.block <= PAGE
     count, num_heads, dim = query_NHD.shape
     num_kv, num_members = view.base.shape[3], view.members.shape[1]
@@ -316,7 +313,12 @@ def attend_shared(
     heads = triton.next_power_of_2(num_heads // num_kv)
     members = max(1, min(num_members, launch.rows // heads))
     num_tiles = view.members.numel() // members
-    _attend_shared[(_num_programs(query_NHD.device, num_tiles * num_kv * splits),)](
+    # As many programs as run at once.
+    processors = (
+        0 if not query_NHD.is_cuda else torch.cuda.get_device_properties(query_NHD.device).multi_processor_count
+    )
+    most = PROGRAMS_PER_PROCESSOR * processors or 3
+    _attend_shared[(min(num_tiles * num_kv * splits, most),)](
         query_NHD, view.base, view.table, view.positions, view.done, view.members, view.shared, parts, sums,
         view.table.stride(0), view.positions.stride(0), view.done.stride(0), layer * 2 * num_kv * PAGE * dim,
         *factors, window or 0, count, num_tiles,
@@ -325,13 +327,6 @@ def attend_shared(
         SPLITS=splits, PARTS=sums.shape[2], HAS_CAP=has_cap, HAS_WINDOW=window is not None,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-
-
-def _num_programs(device: torch.device, num_items: int) -> int:
-    """As many as run at once."""
-    if device.type != "cuda":
-        return min(num_items, 3)
-    return min(num_items, PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -360,10 +355,8 @@ def _merge_parts(
 
 
 def merge_parts(parts: Tensor, sums: Tensor, view: PageView, out_NHD: Tensor, *, own: int) -> None:
-    """Write the attention over all keys, of the parts [N, H, parts, D] and their sums [N, H, parts].
-
-    The first `own` parts are there for every slot, the others for those that share pages.
-    """
+    """Write the attention over all keys, of the parts [N, H, parts, D] and their sums [N, H, parts]. The first `own` parts
+    are there for every slot, the others for those that share pages."""
     count, num_heads, num_parts, dim = parts.shape
     _merge_parts[(count, num_heads)](
         parts, sums, view.done, view.shared, out_NHD, view.done.stride(0),

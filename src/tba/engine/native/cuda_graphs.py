@@ -23,13 +23,6 @@ from tba.engine.native.slots import SlotState
 
 logger = logging.getLogger("tba.engine")
 
-DECODE_STEPS_AHEAD = 3
-"""Decode steps between two snapshots: the next ones run while the host reads, so nothing waits, but a finished slot idles
-until then."""
-DECODE_STEPS_PER_SNAPSHOT = 8
-"""The same where the next ones must wait for the host: a finished slot idles half of them on average, a snapshot costs about
-as much."""
-
 
 def slots_of_graph(count: int, num_slots: int) -> int:
     """Number of slots that a graph over the first `count` runs over: powers of two up to 64, then multiples of 64: few
@@ -103,8 +96,16 @@ class FusedDecode:
         slots = slots_of_graph(count, self.state.integers.shape[0])
         # A graph is good for one plan: which kernels run, and on how many programs, is fixed when it is captured.
         step = (slots, self.cache.plan(slots))
-        # Before the lookup: a graph of old addresses would write into freed tables.
-        self._forget_if_moved()
+        # Before the lookup: when the tables of responses have grown, graphs hold the addresses and sizes of freed ones.
+        address = (self.state.tokens.data_ptr(), self.state.tokens.shape)
+        if address != self._address:
+            if self._graphs:
+                torch.cuda.synchronize()  # one of them may be at work
+            self._graphs.clear()
+            # The old pool goes with its graphs.
+            self._memory = torch.cuda.graph_pool_handle() if self._captures else None
+            self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
+            self._address = address
         for _ in range(decode_steps):
             if self._captures and step not in self._graphs and step in self._warm:
                 self._capture(*step)
@@ -118,19 +119,6 @@ class FusedDecode:
     def forget(self) -> None:
         """Drop all graphs: the decoder computes otherwise from now on."""
         self._address = None
-
-    def _forget_if_moved(self) -> None:
-        """Drop all graphs when the tables of responses have grown: they hold the addresses and sizes of the old ones."""
-        address = (self.state.tokens.data_ptr(), self.state.tokens.shape)
-        if address != self._address:
-            if self._graphs:
-                torch.cuda.synchronize()  # one of them may be at work
-            self._graphs.clear()
-            self._memory = (
-                torch.cuda.graph_pool_handle() if self._captures else None
-            )  # the old pool goes with its graphs
-            self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
-            self._address = address
 
     def _capture(self, slots: int, plan: PagePlan) -> None:
         """A graph for this number of slots and plan; without memory for one, decoding goes on kernel by kernel, with a

@@ -35,23 +35,10 @@ from tba.engine.decoder.build import check_engine, make_decoder
 from tba.engine.decoder.decoder import Decoder, DecoderAdapter
 from tba.engine.decoder.fused_pass import why_not_fused
 from tba.engine.decoder.layers import Attend
-from tba.engine.native.cuda_graphs import (
-    DECODE_STEPS_AHEAD,
-    DECODE_STEPS_PER_SNAPSHOT,
-    FusedDecode,
-    InPlaceLoader,
-    slots_of_graph,
-)
+from tba.engine.native.cuda_graphs import FusedDecode, InPlaceLoader, slots_of_graph
 from tba.engine.native.kept_turns import KeptTurn
 from tba.engine.native.paged_cache import PAGE, PagedCache, default_cache_bytes
-from tba.engine.native.prefill import (
-    READ_AHEAD,
-    KeyValueCache,
-    PagedPrefill,
-    PrefillQueue,
-    SlotPrefill,
-    WaitingPrompt,
-)
+from tba.engine.native.prefill import READ_AHEAD, KeyValueCache, PagedPrefill, PrefillQueue, SlotPrefill, WaitingPrompt
 from tba.engine.native.slot_cache import SlotAttention, SlotCache
 from tba.engine.native.slots import AsyncCopy, SlotState, SlotTable
 from tba.engine.sampling import BrokenLogits, Response, SamplingNeeds, WrittenTokens, sample
@@ -62,6 +49,12 @@ logger = logging.getLogger("tba.engine")
 
 STEPS_OF_ROOM = 8
 """Decode steps that a response has room for when it starts."""
+DECODE_STEPS_AHEAD = 3
+"""Decode steps between two snapshots: the next ones run while the host reads, so nothing waits, but a finished slot idles
+until then."""
+DECODE_STEPS_PER_SNAPSHOT = 8
+"""The same where the next ones must wait for the host: a finished slot idles half of them on average, a snapshot costs about
+as much."""
 
 
 def page_size_for(decoder: Decoder) -> int:
@@ -77,7 +70,7 @@ class NativeEngine(Engine):
         self,
         model: nn.Module | Decoder,
         *,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         seed: int,
         slots: int,
         max_length: int,
@@ -99,7 +92,6 @@ class NativeEngine(Engine):
             stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=size, update=update
         )
         self._load_in_place = InPlaceLoader(self.decoder)
-        self._dtype = dtype
         self.state = SlotState(slots, self.device)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         # The same set twice: ids for `sample`, and a flag for each word, which kernels look up without a search.
@@ -167,14 +159,7 @@ class NativeEngine(Engine):
         # Made once: its tables and graphs cost as much memory and time as this one's.
         if self._sibling is None:
             self._sibling = NativeEngine(
-                self.decoder,
-                stop_ids=sorted(self.stop_ids),
-                seed=self.seed,
-                slots=self.slots,
-                max_length=self.max_length,
-                dtype=self._dtype,
-                device=self.device,
-                max_cache_bytes=self._max_cache_bytes,
+                self.decoder, device=self.device, max_cache_bytes=self._max_cache_bytes, **self.options
             )
         # Its decoder is this one's, weights included: a load here is a load there, and only the number is behind.
         self._sibling.version = self.version
@@ -243,14 +228,15 @@ class NativeEngine(Engine):
         sampling: Sampling,
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
+        # More prompts than fill all slots would only wait, and their keys and values grow stale.
+        read_ahead = max(1, min(READ_AHEAD[self.device.type], self.slots // samples_per_prompt))
         queue = self._queue = PrefillQueue(
-            requests,
+            requests=requests,
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
             stop_ids=self.stop_ids,
-            num_slots=self.slots,
-            read_ahead=READ_AHEAD[self.device.type],
+            read_ahead=read_ahead,
         )
         try:
             yield from self._loop(queue, between_steps)
@@ -299,27 +285,22 @@ class NativeEngine(Engine):
         # While weights wait for running responses to finish, only those go on that were taken out and have tokens already.
         waiting = list(queue.waiting) if self._pending is None else queue.resumed()
         if waiting and (self._slots.num_free or self._prefill.is_early(waiting[0])):
-            self._admit(queue, waiting)
+            # What is ready starts before more is prefilled: pages that it needs must not go to those behind it.
+            self._start(queue, len(waiting))
+            if queue.first(self.version) is None:
+                at_once = not self._slots.any_running()
+                if self._slots.num_free:
+                    self._prefill(waiting, self.version, at_once=at_once)
+                    self._start(queue, len(waiting))
+                elif self._prefill.is_early(waiting[0]):
+                    self._prefill(waiting[:1], self.version, at_once=at_once)
+            if not self._slots.any_running():
+                # Nothing runs, and the next response has no room even so: memory that was counted on is gone.
+                response = waiting[0].responses[0]
+                name = f"prompt {response.request.prompt.id!r}"
+                self.cache.check_fits(response.max_length, f"{name} with its response")
+                raise RuntimeError(f"nothing runs, and {name} cannot start: pages were lost.")
         self._close_gaps()
-
-    def _admit(self, queue: PrefillQueue, waiting: list[WaitingPrompt]) -> None:
-        """Start responses of these prompts, the first that wait, and prefill where they are not ready."""
-        # What is ready starts before more is prefilled: pages that it needs must not go to those behind it.
-        self._start(queue, len(waiting))
-        if queue.first(self.version) is None:
-            at_once = not self._slots.any_running()
-            if self._slots.num_free:
-                self._prefill(waiting, self.version, at_once=at_once)
-                self._start(queue, len(waiting))
-            elif self._prefill.is_early(waiting[0]):
-                self._prefill(waiting[:1], self.version, at_once=at_once)
-        if not self._slots.any_running():
-            # Nothing runs, and the next response has no room even so: memory that was counted on is gone.
-            response = waiting[0].responses[0]
-            self.cache.check_fits(response.max_length, f"prompt {response.request.prompt.id!r} with its response")
-            raise RuntimeError(
-                f"nothing runs, and prompt {response.request.prompt.id!r} cannot start: pages were lost."
-            )
 
     def _restart(self, queue: PrefillQueue) -> None:
         """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
@@ -350,8 +331,18 @@ class NativeEngine(Engine):
             if prompt is None or not self._has_room(slot, prompt, queue, num_running + len(started)):
                 break
             started.append((slot, queue.take()))
-        if started:
-            self._place(*zip(*started))
+        if not started:
+            return
+        # Before `place`, which writes prefixes into the tables: they must have the columns.
+        self.state.reserve(max(response.sampling.max_new_tokens for _, response in started))
+        self.cache.flush()  # before any step: the device must know the pages of the slots that run
+        places, responses = zip(*started)
+        self.state.place(places, responses, self.seed)
+        for slot, response in started:
+            # One that was taken out goes on in its span, unless other weights came in the meantime.
+            if response.written is None or response.spans[-1][1] != self.version:
+                response.open_span(len(response.token_ids), self.version)
+            self._slots.put(slot, response, first_snapshot=self._num_snapshots)
 
     def _has_room(self, slot: int, prompt: WaitingPrompt, queue: PrefillQueue, num_spare: int) -> bool:
         """Give a slot the room that a prompt's next response needs; one page for each other response stays free."""
@@ -368,18 +359,6 @@ class NativeEngine(Engine):
             if not queue.give_back(num_kept=1):
                 return False
         return True
-
-    @torch.inference_mode()
-    def _place(self, slots: Sequence[int], responses: Sequence[Response]) -> None:
-        # Before `place`, which writes prefixes into the tables: they must have the columns.
-        self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
-        self.cache.flush()  # before any step: the device must know the pages of the slots that run
-        self.state.place(slots, responses, self.seed)
-        for slot, response in zip(slots, responses):
-            # One that was taken out goes on in its span, unless other weights came in the meantime.
-            if response.written is None or response.spans[-1][1] != self.version:
-                response.open_span(len(response.token_ids), self.version)
-            self._slots.put(slot, response, first_snapshot=self._num_snapshots)
 
     @torch.inference_mode()
     def _close_gaps(self) -> None:
@@ -511,22 +490,18 @@ class NativeEngine(Engine):
             # Fetched before the slots are given away: the device copies the rows before a later `place` writes into them.
             counts = self._slots.num_tokens[slots]
             tables = self.state.fetch(slots, int(counts.max()))
-            turns = [self._kept(slot, int(count)) for slot, count in zip(slots, counts)]
             responses = [self._slots.remove(slot) for slot in slots]
+            turns: list[KeptTurn | None] = []
+            for slot, response, count in zip(slots, responses, counts.tolist()):
+                # Kept where another request goes on from it, and one version has computed all of it.
+                is_kept = response.request.goes_on and [version for _, version in response.spans] == [self.version]
+                # The last token was chosen, and not fed.
+                length = len(response.request.prompt.token_ids) + count - 1
+                turns.append(self.cache.keep(response.key, slot, length) if is_kept else None)
             self.cache.release(slots)
             self._finished.append((responses, turns, counts, tables))
 
-    def _kept(self, slot: int, num_tokens: int) -> KeptTurn | None:
-        """The keys and values of a response that another request goes on from, where one version has computed them."""
-        response = self._slots.responses[slot]
-        assert response is not None
-        if not response.request.goes_on or [version for _, version in response.spans] != [self.version]:
-            return None
-        # The last token was chosen, and not fed.
-        return self.cache.keep(response.key, slot, len(response.request.prompt.token_ids) + num_tokens - 1)
-
     def _remove(self, slots: Sequence[int]) -> list[Response]:
-        """Responses that are not finished leave their slots."""
         responses = [self._slots.remove(slot) for slot in slots]
         self.state.vacate(torch.tensor(slots, device=self.state.device))
         self.cache.release(slots)

@@ -1,7 +1,7 @@
 """Keys and values of responses that are complete for now: the turns of an episode, while its environment answers.
 
 The request that goes on from a turn takes them, and only the answer is prefilled. They are a loan: they go when new weights
-come, when memory is short, and with the oldest when there are many. What was lost is computed again.
+come, when memory is short, when the episode ends, and with the oldest when there are many. What was lost is computed again.
 """
 
 from __future__ import annotations
@@ -40,35 +40,37 @@ class KeptTurns(Generic[T]):
         return len(self._turns)
 
     def keep(self, key: TurnKey, stored: T) -> KeptTurn[T]:
-        """Keep what the cache holds of a response."""
-        self._drop(key)
+        self.drop(key)
         while len(self._turns) >= self._most:
             self.drop_oldest()
         turn = self._turns[key] = KeptTurn(stored)
         return turn
 
     def has(self, key: TurnKey, turn: KeptTurn[T]) -> bool:
-        """Whether this turn is still kept."""
         return self._turns.get(key) is turn
 
-    def take(self, key: TurnKey, ids: np.ndarray) -> KeptTurn[T] | None:
-        """The turn that these tokens go on from, which is kept no longer; None where there is none."""
+    def has_beginning(self, key: TurnKey, ids: np.ndarray) -> bool:
+        """Whether a turn is kept that these tokens go on from."""
         turn = self._turns.get(key)
-        if turn is None or turn.ids is None or not np.array_equal(turn.ids, ids[: len(turn.ids)]):
-            return None
-        return self._turns.pop(key)
+        return turn is not None and turn.ids is not None and np.array_equal(turn.ids, ids[: len(turn.ids)])
 
-    def drop_oldest(self) -> bool:
-        """-> whether there was one."""
-        if not self._turns:
+    def take(self, key: TurnKey, ids: np.ndarray) -> T | None:
+        """Stored keys and values of the turn that these tokens go on from, which is kept no longer; None where there is
+        none."""
+        return self._turns.pop(key).stored if self.has_beginning(key, ids) else None
+
+    def drop(self, key: TurnKey) -> None:
+        if key in self._turns:
+            self._release(self._turns.pop(key).stored)
+
+    def drop_oldest(self, but: TurnKey | None = None) -> bool:
+        """Drop the oldest turn other than that of `but` -> whether there was one."""
+        key = next((key for key in self._turns if key != but), None)
+        if key is None:
             return False
-        self._release(self._turns.popitem(last=False)[1].stored)
+        self.drop(key)
         return True
 
     def clear(self) -> None:
         while self.drop_oldest():
             pass
-
-    def _drop(self, key: TurnKey) -> None:
-        if key in self._turns:
-            self._release(self._turns.pop(key).stored)

@@ -41,7 +41,6 @@ logger = logging.getLogger("tba.engine")
 PAGE = 64
 """Number of positions of a page, as the kernels have it (kernels/paged_attention.py)."""
 SCRATCH = 0
-"""Number of the page that stands where there is none."""
 LEAST_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
 """Size of the first chunk, by device; later ones are a quarter of all before, and never smaller: few chunks, little more
 memory than is used."""
@@ -62,7 +61,6 @@ FEW_PROGRAMS = 4096
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Most memory for the keys and values of one engine, where nothing else was said."""
     if device.type != "cuda":
         return CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -70,13 +68,11 @@ def default_cache_bytes(device: torch.device) -> int:
 
 
 class PageRefs(NamedTuple):
-    """Some pages of one chunk."""
+    """Some pages of one chunk: their places in it, and which of the pages asked for they are (None = all); int64."""
 
     chunk: Tensor
     places: Tensor
-    """Places in the chunk, int64 on the device."""
     rows: Tensor | None
-    """Which of the pages asked for these are, int64 on the device; None = all of them."""
 
 
 class PagePool:
@@ -95,7 +91,6 @@ class PagePool:
         self.offsets = np.zeros(0, dtype=np.int64)
         """Offset of each page from the first chunk, in elements."""
         self.references = np.zeros(0, dtype=np.int64)
-        """Number of users of each page."""
         self._chunk_of = np.zeros(0, dtype=np.int64)
         self._place = np.zeros(0, dtype=np.int64)
         """Place of each page in its chunk."""
@@ -116,7 +111,6 @@ class PagePool:
 
     @property
     def base(self) -> Tensor:
-        """The first chunk, from which offsets count."""
         return self.chunks[0]
 
     def allocate(self, count: int) -> np.ndarray | None:
@@ -143,14 +137,12 @@ class PagePool:
         return freed
 
     def release_all(self) -> None:
-        """Free all pages."""
         self.references[:] = 0
         # Descending, scratch left out: the lowest number is taken first.
         self._free = np.arange(self.num_pages - 1, SCRATCH, -1, dtype=np.int64)
         self.num_free = len(self._free)
 
     def locate(self, pages: np.ndarray) -> list[PageRefs]:
-        """Where pages lie, chunk by chunk, for `read`."""
         return [
             PageRefs(
                 self.chunks[chunk], self._upload(self._place[pages[rows]]), self._upload(rows) if several else None
@@ -181,7 +173,6 @@ class PagePool:
                 self.chunks[chunk][:, :, part][page, :, :, place] = table[:, token].transpose(0, 1)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole pages."""
         for source, rows, _ in self._by_chunk(sources):
             # Gathered into a new tensor first: a target may lie in the chunk that is read.
             found = self.chunks[source][self._upload(self._place[sources[rows]])]
@@ -251,7 +242,6 @@ class PrefixIndex:
         self._keys: dict[int, tuple[int, int, bytes]] = {}
 
     def find(self, ids: np.ndarray, version: int) -> np.ndarray:
-        """Pages that hold the beginning of a sequence, as many as there are."""
         found: list[int] = []
         # `found` is the chain's memory too: the key of a page names the page that was found before it.
         for key in self._chain(ids, version, found):
@@ -273,7 +263,6 @@ class PrefixIndex:
         return np.array(held, dtype=np.int64)
 
     def forget(self, pages: np.ndarray) -> None:
-        """Remove these pages: no prompt is found in them any more."""
         for page in pages.tolist():
             key = self._keys.pop(page, None)
             if key is not None:
@@ -293,25 +282,13 @@ class PrefixIndex:
 # --- how a decode step reads pages -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PagePlan:
+class PagePlan(NamedTuple):
     """How a decode step reads pages: PagePlan(splits=4, shared=True). A captured graph is for one plan."""
 
-    splits: int = 1
+    splits: int
     """Number of programs that divide the keys of a slot and head."""
-    shared: bool = False
+    shared: bool
     """Whether pages that samples of a prompt share are read once for all of them."""
-
-
-def num_splits(num_keys: int, num_programs: int) -> int:
-    """Number of programs for the longest slot's keys, where there are `num_programs` slots times heads: a power of two, for
-    each number of them is a graph of its own."""
-    # No more programs than keys pay for, than fill the GPU, or than MOST_SPLITS.
-    wanted = min(num_keys / KEYS_PER_SPLIT, FEW_PROGRAMS / num_programs, MOST_SPLITS)
-    splits = 1
-    while splits < wanted:
-        splits *= 2
-    return splits
 
 
 class PromptGroups:
@@ -323,20 +300,37 @@ class PromptGroups:
         self.shared = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """Number of leading pages of each slot that its group reads for it, [S]."""
         self.num_shared = np.zeros(num_slots, dtype=np.int64)
-        """The same on the host."""
-
-    @property
-    def any_shared(self) -> bool:
-        return bool(self.num_shared.any())
 
     @torch.inference_mode()
     def update(self, pages_SP: np.ndarray, num_whole_S: np.ndarray) -> None:
         """Find the groups of the first slots, by their page numbers; `num_whole` are those that a slot never writes into."""
         able = np.flatnonzero(num_whole_S >= LEAST_SHARED_PAGES)
-        if len(able) < 2 and not self.any_shared:
+        if len(able) < 2 and not self.num_shared.any():
             return
-        members, shared = self._found(pages_SP, num_whole_S, able)
-        if shared.any() or self.any_shared:
+        members = np.full(self.members.shape, -1, dtype=np.int64)
+        shared = np.zeros(len(self.num_shared), dtype=np.int64)
+        if len(able) >= 2:
+            # Pages are shared in order from the first on: those with the same one here have the same ones before it.
+            name = pages_SP[able, LEAST_SHARED_PAGES - 1]
+            order = np.argsort(name, kind="stable")
+            slots, name = able[order], name[order]
+            begins, sizes = _runs(np.append(True, name[1:] != name[:-1]))
+            # Groups larger than a tile are cut: a rank of 0 begins the next one.
+            rank = (np.arange(len(slots)) - np.repeat(begins, sizes)) % MOST_MEMBERS
+            begins, sizes = _runs(rank == 0)
+            group = np.repeat(np.arange(len(begins)), sizes)
+            members[group, rank] = slots
+            # A slot alone shares nothing: its own pass reads its pages.
+            members[np.flatnonzero(sizes == 1)] = -1
+            # Up to the first page in which a member differs from its group's first, and never one that a member writes into.
+            longest = int(num_whole_S[slots].max())
+            rows = pages_SP[slots, :longest]
+            alike = rows == rows[begins][group]
+            lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
+            common = np.minimum.reduceat(np.minimum(lengths, num_whole_S[slots]), begins)
+            common[sizes == 1] = 0
+            shared[slots] = common[group]
+        if shared.any() or self.num_shared.any():
             both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
             uploaded = on_device(torch.from_numpy(both), self.shared.device)
             # In place: captured graphs read these tensors by their addresses.
@@ -344,37 +338,8 @@ class PromptGroups:
             self.shared.copy_(uploaded[:, MOST_MEMBERS])
         self.num_shared = shared
 
-    def _found(self, pages_SP: np.ndarray, num_whole_S: np.ndarray, able: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Members [G, R] of each group, and how many pages each slot shares."""
-        members = np.full(self.members.shape, -1, dtype=np.int64)
-        shared = np.zeros(len(self.num_shared), dtype=np.int64)
-        if len(able) < 2:
-            return members, shared
-        # Pages are shared in order from the first on: those with the same one here have the same ones before it.
-        name = pages_SP[able, LEAST_SHARED_PAGES - 1]
-        order = np.argsort(name, kind="stable")
-        slots, name = able[order], name[order]
-        begins, sizes = _runs(np.append(True, name[1:] != name[:-1]))
-        # Groups larger than a tile are cut: a rank of 0 begins the next one.
-        rank = (np.arange(len(slots)) - np.repeat(begins, sizes)) % MOST_MEMBERS
-        begins, sizes = _runs(rank == 0)
-        group = np.repeat(np.arange(len(begins)), sizes)
-        members[group, rank] = slots
-        # A slot alone shares nothing: its own pass reads its pages.
-        members[np.flatnonzero(sizes == 1)] = -1
-        # Up to the first page in which a member differs from its group's first, and never a page that one writes into.
-        longest = int(num_whole_S[slots].max())
-        rows = pages_SP[slots, :longest]
-        alike = rows == rows[begins][group]
-        lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
-        common = np.minimum.reduceat(np.minimum(lengths, num_whole_S[slots]), begins)
-        common[sizes == 1] = 0
-        shared[slots] = common[group]
-        return members, shared
-
 
 def _runs(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Begins and sizes of the runs that start where the flag is set."""
     begins = np.flatnonzero(is_first)
     return begins, np.diff(np.append(begins, len(is_first)))
 
@@ -389,7 +354,6 @@ class PagedPrompt:
     ids: np.ndarray
     """Tokens of the prompt and what follows it, int64, but the last: that is fed at the first decode step."""
     version: int
-    """Version of the weights that compute it."""
     pages: np.ndarray
     """Page numbers: as many as all the tokens need."""
     num_computed: int = 0
@@ -397,7 +361,6 @@ class PagedPrompt:
 
     @property
     def ready(self) -> bool:
-        """Whether a response may start from it."""
         return self.num_computed == len(self.ids)
 
 
@@ -422,7 +385,6 @@ class PagedCache:
         self.numbers = np.full((num_slots, width), SCRATCH, dtype=np.int64)
         """Page numbers, a row per slot."""
         self.counts = np.zeros(num_slots, dtype=np.int64)
-        """Number of pages of each slot."""
         self.num_whole = np.zeros(num_slots, dtype=np.int64)
         """Number of leading pages that each slot never writes into: its prompt's whole ones."""
         self.table = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
@@ -518,10 +480,6 @@ class PagedCache:
         if self.turns.has(key, turn):
             turn.ids, turn.stored = ids, self._held(ids[: len(turn.stored) * self.page_size], version, turn.stored)
 
-    def forget(self, turn: KeptTurn[np.ndarray]) -> None:
-        """A turn that was taken needs its pages no longer."""
-        self._release(turn.stored)
-
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those without another user are free."""
         chosen = np.asarray(slots)
@@ -534,7 +492,6 @@ class PagedCache:
         self._groups_changed = True
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
-        """Give the pages of slots to other slots, which have none."""
         taken, given = np.asarray(sources), np.asarray(targets)
         # Both rows are others now: the old one is cleared, and the new one has the old one's pages.
         for slots in (taken, given):
@@ -545,7 +502,6 @@ class PagedCache:
         self._groups_changed = True
 
     def clear(self) -> None:
-        """All slots, prompts and turns give their pages back."""
         self.turns.clear()
         self.pool.release_all()
         self.prefixes.clear()
@@ -557,7 +513,6 @@ class PagedCache:
 
     @torch.inference_mode()
     def wipe(self) -> None:
-        """Set all keys and values to zero, those in use too."""
         for chunk in self.pool.chunks:
             chunk.zero_()
 
@@ -594,7 +549,6 @@ class PagedCache:
         return np.concatenate((held, pages[len(held) :]))
 
     def drop(self, prompt: PagedPrompt) -> None:
-        """Release the pages of a prompt, from which no further response starts."""
         self._release(prompt.pages)
 
     def forget_prefixes(self) -> None:
@@ -609,7 +563,6 @@ class PagedCache:
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Bring the device's tables and pages up to date."""
         if self._copies:
             sources, targets = np.array(self._copies).T
             self.pool.copy(sources, targets)
@@ -630,9 +583,14 @@ class PagedCache:
             self.groups.update(self.numbers[:num_slots], self.num_whole[:num_slots])
         # Pages that a group reads for a slot are no work of its own programs.
         own = self.counts[:num_slots] - self.groups.num_shared[:num_slots]
-        num_keys = int(own.max(initial=0)) * self.page_size
-        splits = num_splits(num_keys, num_slots * self.spec.num_kv_heads)
-        return PagePlan(splits=splits, shared=self.groups.any_shared)
+        num_keys, num_programs = int(own.max(initial=0)) * self.page_size, num_slots * self.spec.num_kv_heads
+        # No more programs than keys pay for, than fill the GPU, or than MOST_SPLITS.
+        wanted = min(num_keys / KEYS_PER_SPLIT, FEW_PROGRAMS / num_programs, MOST_SPLITS)
+        # A power of two, for each number of them is a graph of its own.
+        splits = 1
+        while splits < wanted:
+            splits *= 2
+        return PagePlan(splits=splits, shared=bool(self.groups.num_shared.any()))
 
 
 def side_by_side(pages: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,6 @@ from torch.nn.attention.bias import causal_lower_right
 from tba.engine.decoder.decoder import Decoder
 from tba.engine.decoder.layers import CausalAttention, as_block, attention
 from tba.engine.decoder.spec import DecoderSpec
-from tba.engine.native.kept_turns import KeptTurn
 from tba.engine.native.paged_cache import PagedCache, PagedPrompt, side_by_side
 from tba.engine.native.slot_cache import SlotCache, SlotPrompt, SlotTurn
 from tba.engine.sampling import Response, responses_of
@@ -71,55 +70,62 @@ class WaitingPrompt:
         """Whether its response has tokens of its own already."""
         return self.responses[0].written is not None
 
-    def is_of(self, response: Response) -> bool:
-        """Whether a response begins as these do."""
-        return response.request is self.responses[0].request and not self.is_resumed and response.written is None
 
-
+@dataclass(kw_only=True, eq=False)
 class PrefillQueue:
-    """Prompts read, whose responses wait for slots, in the order of the requests.
+    """Prompts read, whose responses wait for slots, in the order of the requests. Requests are read lazily: only when slots
+    are free, so an endless iterator serves as well as a list."""
 
-    Requests are read lazily: only when slots are free, and at most `READ_AHEAD` prompts more than they need, so an
-    endless iterator serves as well as a list.
-    """
-
-    def __init__(
-        self,
-        requests: Iterator[Request | None],
-        *,
-        samples_per_prompt: int,
-        sampling: Sampling,
-        cache: KeyValueCache,
-        stop_ids: Collection[int],
-        num_slots: int,
-        read_ahead: int,
-    ) -> None:
-        self.requests = requests
-        # More prompts than fill all slots would only wait, and their keys and values grow stale.
-        self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
-        self.samples_per_prompt = samples_per_prompt
-        self.sampling = sampling
-        self.cache = cache
-        self.stop_ids = stop_ids
-        self.waiting: deque[WaitingPrompt] = deque()
-        self.exhausted = False
-        """Whether the requests have come to their end."""
-        self.completed: list[Completion] = []
-        """Responses whose prefix was complete already; the engine hands them out."""
-        self._num_responses = 0
+    requests: Iterator[Request | None]
+    samples_per_prompt: int
+    sampling: Sampling
+    cache: KeyValueCache
+    stop_ids: Collection[int]
+    read_ahead: int
+    """Number of prompts that are read together, at least."""
+    waiting: deque[WaitingPrompt] = field(default_factory=deque)
+    exhausted: bool = False
+    completed: list[Completion] = field(default_factory=list)
+    """Responses whose prefix was complete already; the engine hands them out."""
+    _num_responses: int = 0
 
     def read_for(self, count: int, version: int) -> None:
-        """Read, if fewer than `count` responses wait."""
+        """Read until `count` responses wait; a turn of an episode is one response, not K."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
-        if missing > 0 and not self.exhausted:
-            self._read(missing, version)
+        if missing <= 0 or self.exhausted:
+            return
+        found: list[WaitingPrompt] = []
+        num_found = 0
+        for request in self.requests:
+            # Nothing may start now, as under a pace limit; reading goes on at the next call.
+            if request is None:
+                break
+            responses, completed = responses_of(
+                request, self.samples_per_prompt, self.sampling, stop_ids=self.stop_ids, version=version
+            )
+            self.completed += completed
+            for completion in completed:  # an episode that has ended: no turn follows
+                self.cache.turns.drop((completion.prompt_id, completion.sample_index))
+            if responses:
+                self.cache.check_fits(responses[0].max_length, f"prompt {request.prompt.id!r} with its response")
+                for response in responses:
+                    # Order of the requests, over the whole call: it decides who goes on where memory is short.
+                    response.order = self._num_responses
+                    self._num_responses += 1
+                num_found += len(responses)
+                found.append(WaitingPrompt(responses=deque(responses)))
+            # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
+            if (num_found >= missing and len(found) >= self.read_ahead) or self.completed:
+                break
+        else:
+            self.exhausted = True
+        self.waiting.extend(found)
 
     def resumed(self) -> list[WaitingPrompt]:
         """Prompts up to the last whose response was taken out when it had tokens already."""
         # They stand in front of all that never ran.
-        return list(self.waiting)[
-            : max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
-        ]
+        count = max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
+        return list(self.waiting)[:count]
 
     def first(self, version: int) -> WaitingPrompt | None:
         """The prompt whose response comes next; None where there is none that `version` has prefilled."""
@@ -128,11 +134,10 @@ class PrefillQueue:
 
     def take(self) -> Response:
         """The response that comes next, to start now."""
-        first = self.waiting[0]
         # The cache has given the slot its room before (`_has_room`): a failed start leaves the queue as it was.
-        response = first.responses.popleft()
+        response = self.waiting[0].responses.popleft()
         # With its last response started, the prompt's keys and values need not be kept any longer.
-        if not first.responses:
+        if not self.waiting[0].responses:
             self.waiting.popleft()
         return response
 
@@ -140,7 +145,8 @@ class PrefillQueue:
         """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
         first = self.waiting[0] if self.waiting else None
         # Beside its siblings where they still wait, so that one prefill serves it as well.
-        if first is not None and first.is_of(response):
+        is_sibling = first is not None and first.responses[0].request is response.request
+        if first is not None and is_sibling and not first.is_resumed and response.written is None:
             first.responses.appendleft(response)
         else:
             self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
@@ -157,33 +163,6 @@ class PrefillQueue:
                 waiting.stored = None
                 return True
         return False
-
-    def _read(self, num_responses: int, version: int) -> None:
-        """Read so many responses, and `read_ahead` prompts at least. A turn of an episode is one response, not K."""
-        found: list[WaitingPrompt] = []
-        count = 0
-        for request in self.requests:
-            # Nothing may start now, as under a pace limit; reading goes on at the next call.
-            if request is None:
-                break
-            responses, completed = responses_of(
-                request, self.samples_per_prompt, self.sampling, stop_ids=self.stop_ids, version=version
-            )
-            self.completed += completed
-            if responses:
-                self.cache.check_fits(responses[0].max_length, f"prompt {request.prompt.id!r} with its response")
-                for response in responses:
-                    # Order of the requests, over the whole call: it decides who goes on where memory is short.
-                    response.order = self._num_responses
-                    self._num_responses += 1
-                count += len(responses)
-                found.append(WaitingPrompt(responses=deque(responses)))
-            # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
-            if (count >= num_responses and len(found) >= self.read_ahead) or self.completed:
-                break
-        else:
-            self.exhausted = True
-        self.waiting.extend(found)
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
@@ -203,7 +182,10 @@ class SlotPrefill:
         """Prompts of similar lengths in one batch each, all their tokens but the last."""
         chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
         going_on = [(prompt, self.cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) for prompt in chosen]
-        self._go_on([(prompt, turn) for prompt, turn in going_on if turn is not None], version)
+        found = [(prompt, turn) for prompt, turn in going_on if turn is not None]
+        lengths = [len(prompt.sequence) - 1 for prompt, _ in found]
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
+            self._go_on([found[index] for index in batch], version)
         chosen = [prompt for prompt, turn in going_on if turn is None]
         lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
@@ -219,40 +201,30 @@ class SlotPrefill:
         columns = max([1, *(len(row) for row in rows)])
         ids = padded(rows, columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
-        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
+        attend = CausalAttention(self.decoder.spec, *ids.shape, dtype=self.cache.keys.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
         # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
         keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
         values = attend.values
         return [SlotPrompt(keys=keys, values=values, row=row, version=version) for row in range(len(rows))]
 
-    def _go_on(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
-        """Prompts whose turns before were kept: only what came after those is computed."""
-        lengths = [len(prompt.sequence) - 1 for prompt, _ in found]
-        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
-            self._go_on_together([found[index] for index in batch], version)
-
-    def _go_on_together(self, found: Sequence[tuple[WaitingPrompt, KeptTurn[SlotTurn]]], version: int) -> None:
+    def _go_on(self, found: Sequence[tuple[WaitingPrompt, SlotTurn]], version: int) -> None:
+        """Prompts whose turns before were kept: only what came after those is computed, in one pass."""
         device, cache = self.decoder.device, self.cache
-        stored = [turn.stored for _, turn in found]
-        starts = [turn.values.shape[3] for turn in stored]
+        turns = [turn for _, turn in found]
+        starts = [turn.values.shape[3] for turn in turns]
         rows = [prompt.sequence[start:-1] for (prompt, _), start in zip(found, starts)]
         columns, width = max([1, *map(len, rows)]), max(starts)
-        plain_keys = [turn.keys.transpose(-1, -2) if cache.positions_last else turn.keys for turn in stored]
+        plain_keys = [turn.keys.transpose(-1, -2) if cache.positions_last else turn.keys for turn in turns]
         # Zeros behind the end of a shorter turn: the mask hides them.
         keys, values = (
             torch.cat([F.pad(table, (0, 0, 0, width - table.shape[3])) for table in tables], dim=1)
-            for tables in (plain_keys, [turn.values for turn in stored])
+            for tables in (plain_keys, [turn.values for turn in turns])
         )
         places = np.array(starts)[:, None] + np.arange(columns)
         real = np.arange(columns) < np.array([[len(row)] for row in rows])
         attend = ContinuedAttention(
-            self.decoder.spec,
-            lambda layer: (keys[layer], values[layer]),
-            starts,
-            columns,
-            dtype=cache.keys.dtype,
-            device=device,
+            self.decoder.spec, lambda layer: (keys[layer], values[layer]), starts, columns, cache.keys.dtype, device
         )
         ids = padded(rows, columns=columns, device=device)
         # Padding may lie beyond the tables of positions; no real token sees it.
@@ -267,8 +239,6 @@ class SlotPrefill:
 
 
 class Part(NamedTuple):
-    """Tokens of a prompt that are computed in one pass."""
-
     prompt: PagedPrompt
     start: int
     end: int
@@ -279,8 +249,6 @@ class Part(NamedTuple):
 
 
 class PagedPrefill:
-    """Computes keys and values of prompts into the pages of a cache."""
-
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
         spec = decoder.spec
@@ -325,16 +293,22 @@ class PagedPrefill:
                 break  # in order: a later one must not take the pages that this one waits for
             if stored.ready:
                 continue
+            start, rest = stored.num_computed, len(stored.ids) - stored.num_computed
             # A prompt is cut only where it must be: a pass over the rest costs as much as one over more.
-            if left < len(stored.ids) - stored.num_computed <= most:
+            if left < rest <= most:
                 break
-            part = self._part(stored, left)
-            parts.append(part)
-            left -= part.size
+            allowed = left
+            if start and self._has_masks:
+                allowed = min(left, MASK_NUMBERS // (start + left))
+            # Parts end with a page unless the prompt does, so that the next part begins with one.
+            size = min(rest, max(allowed // self.cache.page_size, 1) * self.cache.page_size)
+            parts.append(Part(stored, start, start + size))
+            left -= size
         return parts
 
     def _better_later(self, waiting: Sequence[WaitingPrompt], version: int) -> set[int]:
-        """Prompts that begin as a longer one does which is computed now: in the next pass they share its pages."""
+        """Prompts that begin as a longer one does which is computed now: in the next pass they share its pages. Prompts that
+        go on from a kept turn have theirs already."""
         found: set[int] = set()
         cache, size = self.cache, LEAST_DEFERRED * self.cache.page_size
         alike: dict[bytes, list[int]] = {}
@@ -343,7 +317,8 @@ class PagedPrefill:
         for index, prompt in enumerate(waiting):
             if prompt.stored is None or prompt.stored.version != version:
                 num_pages += cache.num_pages(len(prompt.sequence))
-                if len(prompt.sequence) > size:
+                goes_on = cache.turns.has_beginning(prompt.responses[0].key, prompt.sequence[:-1])
+                if len(prompt.sequence) > size and not goes_on:
                     alike.setdefault(prompt.sequence[:size].tobytes(), []).append(index)
         # Where pages are short, with those that stay free (`_begun`), the longer one might never come: they would wait for
         # ever.
@@ -356,45 +331,32 @@ class PagedPrefill:
                 found.update(index for index in members if index != longest)
         return found
 
-    def _part(self, stored: PagedPrompt, most: int) -> Part:
-        """The next part of a prompt: the rest, or whole pages, at least one."""
-        page, start = self.cache.page_size, stored.num_computed
-        if start and self._has_masks:
-            most = min(most, MASK_NUMBERS // (start + most))
-        # Parts end with a page unless the prompt does, so that the next part begins with one.
-        size = min(len(stored.ids) - start, max(most // page, 1) * page)
-        return Part(stored, start, start + size)
-
     def _begun(self, waiting: Sequence[WaitingPrompt], index: int, version: int) -> PagedPrompt | None:
         """The prompt in the cache, with pages for all its tokens; None where there are not so many."""
         prompt, cache = waiting[index], self.cache
         if prompt.stored is not None and prompt.stored.version != version:
-            self._drop(prompt)
+            cache.drop(prompt.stored)
+            prompt.stored = None
         if prompt.stored is None:
             # A page for each response that runs or comes before stays free: what is computed now should not have to leave
             # at once. Those that come later leave, if need be.
             num_spare = int((cache.counts > 0).sum()) + sum(len(other.responses) for other in waiting[:index])
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
-            prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            # Earlier prompts come first: those behind lose their pages, the last one first.
-            while prompt.stored is None and (cache.turns.drop_oldest() or self._drop_last(later)):
-                prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
-            # Its pages are the prompt's now, as far as they could be found.
-            if (turn := cache.turns.take(prompt.responses[0].key, prompt.sequence[:-1])) is not None:
-                cache.forget(turn)
+            key, ids = prompt.responses[0].key, prompt.sequence[:-1]
+            # The turn that it goes on from stays to the end: its pages are the beginning of this prompt.
+            own = key if cache.turns.has_beginning(key, ids) else None
+            while (begun := cache.begin(ids, version, num_spare=num_spare)) is None:
+                if cache.turns.drop_oldest(but=own):
+                    continue
+                # Earlier prompts come first: those behind lose their pages, the last one first.
+                if not later:
+                    return None
+                last = later.pop()
+                cache.drop(last.stored)
+                last.stored = None
+            prompt.stored = begun
+            cache.turns.drop(key)  # its pages are the prompt's now
         return prompt.stored
-
-    def _drop_last(self, prompts: list[WaitingPrompt]) -> bool:
-        """The last of some prompts leaves the cache -> whether there was one."""
-        if not prompts:
-            return False
-        self._drop(prompts.pop())
-        return True
-
-    def _drop(self, prompt: WaitingPrompt) -> None:
-        """A prompt leaves the cache, to be computed again later."""
-        self.cache.drop(prompt.stored)
-        prompt.stored = None
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         """Parts of similar size, together where what came before is as long: then no mask is needed. Short ones after short
@@ -423,7 +385,7 @@ class PagedPrefill:
         if starts.any():
             attend: CausalAttention = self._continued(parts, columns)
         else:
-            attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=cache.dtype)
+            attend = CausalAttention(self.decoder.spec, *ids.shape, dtype=cache.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
         # Real tokens only, in the order of np.flatnonzero(real): row by row.
         pages = np.concatenate(
@@ -452,9 +414,7 @@ class PagedPrefill:
             return keys, values
 
         starts = [len(pages) * pool.page_size for pages in before]
-        return ContinuedAttention(
-            self.decoder.spec, earlier, starts, columns, dtype=self.cache.dtype, device=pool.device
-        )
+        return ContinuedAttention(self.decoder.spec, earlier, starts, columns, self.cache.dtype, pool.device)
 
 
 class ContinuedAttention(CausalAttention):
@@ -466,12 +426,11 @@ class ContinuedAttention(CausalAttention):
         earlier: Callable[[int], tuple[Tensor, Tensor]],
         starts: Sequence[int],
         num_columns: int,
-        *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`earlier` gives the keys and values [B, K, L, D] of a layer, of which part b sees the first `starts[b]`."""
-        super().__init__(spec, len(starts), num_columns, keep=True, dtype=dtype)
+        super().__init__(spec, len(starts), num_columns, dtype=dtype)
         self.earlier, self.width = earlier, max(starts)
         self.is_full = min(starts) == max(starts)
         """Whether every part sees all that is read: then the mask is that of the last queries of one causal sequence."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,14 +43,11 @@ class SlotPrompt:
     values: Tensor
     """[M, B, K, L, D]"""
     row: int
-    """Place of the prompt in the batch."""
     version: int
-    """Version of the weights that computed it."""
     ready: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotTurn:
+class SlotTurn(NamedTuple):
     """Keys and values of one slot, as in the cache, of a response that another request goes on from."""
 
     keys: Tensor
@@ -71,14 +69,11 @@ class SlotCache:
         self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
         self.keys = self.arrange(self.values)
         self._starts: list[tuple[int, SlotPrompt]] = []
-        """Slots whose prompt is not copied yet."""
         self.turns = KeptTurns[SlotTurn](TURNS_PER_SLOT * num_slots)
         self._longest = 0
-        """Number of positions that the longest response so far may need."""
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that a slot has."""
         return self.values.shape[3]
 
     def check_fits(self, num_positions: int, what: str) -> None:
@@ -109,13 +104,11 @@ class SlotCache:
 
     @torch.inference_mode()
     def keep(self, key: TurnKey, slot: int, num_positions: int) -> KeptTurn[SlotTurn]:
-        """Keep the keys and values of a response that leaves its slot."""
         own = torch.tensor([slot], device=self.values.device)
         keys, values = self.keys[self._keys_upto(own, num_positions)], self.values[:, own, :, :num_positions]
         return self.turns.keep(key, SlotTurn(keys=keys, values=values))
 
     def name(self, key: TurnKey, turn: KeptTurn[SlotTurn], ids: np.ndarray, version: int) -> None:
-        """The tokens of a turn have come."""
         turn.ids = ids
 
     def release(self, slots: Sequence[int]) -> None:
@@ -143,9 +136,9 @@ class SlotCache:
 
     def reserve(self, length: int) -> None:
         """Grow to at least `length` positions, keeping what is there."""
-        if length <= self.values.shape[3]:
+        if length <= self.num_positions:
             return
-        extra = _round_up(length) - self.values.shape[3]
+        extra = _round_up(length) - self.num_positions
         # Zeros, not garbage: masked keys have weight 0, and 0 x NaN would be NaN.
         self.keys = F.pad(self.keys, (0, extra) if self.positions_last else (0, 0, 0, extra))
         self.values = F.pad(self.values, (0, 0, 0, extra))
@@ -159,7 +152,6 @@ class SlotCache:
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
-        """Copy the first positions of slots to other slots."""
         source, target = on_device(torch.tensor([sources, targets]), self.values.device)
         self.keys[self._keys_upto(target, num_keys)] = self.keys[self._keys_upto(source, num_keys)]
         self.values[:, target, :, :num_keys] = self.values[:, source, :, :num_keys]
@@ -177,12 +169,12 @@ class SlotAttention:
 
     def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor, num_keys: int) -> None:
         self.spec, self.cache, self.positions = spec, cache, positions
-        self.num_slots = positions.shape[0]
         # The cache may end inside the last multiple: its own length is the most there is.
         self.num_keys = min(_round_up(num_keys), cache.values.shape[3])
-        self.slots = torch.arange(self.num_slots, device=positions.device)
+        self.slots = torch.arange(positions.shape[0], device=positions.device)
         # Positions are the same for all layers of a decode step, so masks are made once for each kind of layer.
-        self.masks = {window: self._mask(window) for window in set(spec.windows)}
+        dtype = cache.keys.dtype
+        self.masks = {window: key_mask(spec, positions, self.num_keys, window, dtype) for window in set(spec.windows)}
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         dtype = self.cache.keys.dtype
@@ -194,24 +186,15 @@ class SlotAttention:
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        count, length = self.num_slots, self.num_keys
+        count, length = len(self.slots), self.num_keys
         keys = self.cache.keys[layer, :count].flatten(0, 1)
         keys = (keys if self.cache.positions_last else keys.transpose(-1, -2))[:, :, :length]
         values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
         return attend_rows(self.spec, layer, query_NHD, keys, values, self.masks[self.spec.windows[layer]], sinks_H)
 
-    def _mask(self, window: int | None) -> Tensor:
-        return key_mask(self.spec, self.positions, self.num_keys, window, self.cache.keys.dtype)
-
 
 def attend_rows(
-    spec: DecoderSpec,
-    layer: int,
-    query_NHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    sinks_H: Tensor | None,
+    spec: DecoderSpec, layer: int, query_NHD: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks_H: Tensor | None
 ) -> Tensor:
     """Attention [N, H * D] of one query per slot over keys [N * K, D, L] and values [N * K, L, D]; query heads that share a
     key head are rows of one small matrix product."""

@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.engine.sampling import (
-    Response,
-    SampledTokens,
-    SamplingNeeds,
-    SamplingState,
-    sampling_needs,
-    sampling_numbers,
-)
+from tba.engine.sampling import Response, SampledTokens, SamplingNeeds, SamplingState, sampling_needs, sampling_numbers
 from tba.models.packing import padded
 from tba.types import on_device
 
@@ -54,19 +47,16 @@ class SlotTable:
         self.most_positions = np.zeros(num_slots, dtype=np.int64)
         """Number of positions that the response in a slot may come to have."""
         self.orders = np.zeros(num_slots, dtype=np.int64)
-        """Place of each response among all of a call."""
         self.first_snapshot = np.full(num_slots, NO_SNAPSHOT)
         """Number of the first snapshot that covers the response in a slot."""
         self.min_new_tokens = np.zeros(num_slots, dtype=np.int64)
         self.flags = np.zeros((num_slots, len(SamplingNeeds._fields)), dtype=bool)
 
     def any_running(self) -> bool:
-        """Whether at least one slot has a response."""
         return self.count > len(self.gaps)
 
     @property
     def num_free(self) -> int:
-        """Number of slots without a response."""
         return len(self.responses) - self.count + len(self.gaps)
 
     def items(self) -> Iterator[tuple[int, Response]]:
@@ -131,7 +121,6 @@ class SlotTable:
         return int((self.most_positions[running] - 1 - positions).max(initial=0))
 
     def youngest(self) -> int:
-        """Slot of the response that was asked for last."""
         running, _ = self.reach(0)
         return int(running[self.orders[running].argmax()])
 
@@ -140,7 +129,6 @@ class SlotTable:
         return int(self.positions[: self.count].max()) + 1
 
     def needs(self) -> SamplingNeeds:
-        """Features that at least one running response needs of the next decode step."""
         # Gaps keep the flags of their last response: that may ask for more than is needed, never for less.
         found = np.any(self.flags[: self.count], axis=0).tolist()
         # `forbidden` ends when every response has its min_new_tokens, so it is worked out for each step.
@@ -155,15 +143,8 @@ class SlotTable:
         sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
         for source, target in zip(sources, targets):
             self.responses[target], self.responses[source] = self.responses[source], None
-        for table in (
-            self.positions,
-            self.num_tokens,
-            self.most_positions,
-            self.orders,
-            self.first_snapshot,
-            self.min_new_tokens,
-            self.flags,
-        ):
+        tables = (self.positions, self.num_tokens, self.most_positions, self.orders, self.first_snapshot)
+        for table in (*tables, self.min_new_tokens, self.flags):
             table[targets] = table[sources]
         self.first_snapshot[num_running:] = NO_SNAPSHOT
         self.count, self.gaps = num_running, []
@@ -199,7 +180,6 @@ class SlotState:
             )
 
     def column(self, name: str, num_slots: int) -> Tensor:
-        """One column of the first slots, a view."""
         if name in FLOATS:
             return self.floats[:num_slots, FLOATS.index(name)]
         return self.integers[:num_slots, INTEGERS.index(name)]
@@ -215,34 +195,28 @@ class SlotState:
         return AsyncCopy(integers if integers.is_cuda else integers.clone())
 
     def columns(self, num_slots: int) -> Columns:
-        """Views of the first slots for the kernels that choose tokens."""
         from tba.engine.kernels.choose_tokens import Columns
 
         views = {name: self.column(name, num_slots) for name in (*INTEGERS, *FLOATS)}
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
-        """Views of the first slots for `sample`."""
-        return SamplingState(
-            key=self.column("keys", num_slots),
-            position=self.column("num_tokens", num_slots),
-            temperature=self.column("temperature", num_slots),
-            policy_temperature=self.column("policy_temperature", num_slots),
-            top_p=self.column("top_p", num_slots),
-            top_k=self.column("top_k", num_slots),
-            greedy=self.column("greedy", num_slots),
-            min_new_tokens=self.column("min_new_tokens", num_slots),
-        )
+        same = {name: self.column(name, num_slots) for name in (*FLOATS, "top_k", "greedy", "min_new_tokens")}
+        return SamplingState(key=self.column("keys", num_slots), position=self.column("num_tokens", num_slots), **same)
 
     def fetch(self, slots: Sequence[int], num_tokens: int) -> AsyncCopy:
         """Tokens, behaviour and policy log-probs of some slots, as an asynchronous copy."""
         chosen = on_device(torch.tensor(slots), self.device)
         return AsyncCopy(*(table[:, :num_tokens][chosen] for table in (self.tokens, self.behaviour, self.policy)))
 
+    @torch.inference_mode()
     def place(self, slots: Sequence[int], responses: Sequence[Response], seed: int) -> None:
-        """Start responses in slots whose cache holds their prompt and prefix."""
         chosen = on_device(torch.tensor(slots), self.device)
-        numbers = [self._numbers(response, seed) for response in responses]
+        numbers = [sampling_numbers(response, seed) for response in responses]
+        for response, row in zip(responses, numbers):
+            # The last token that is there is fed first: prefill leaves it out, and its output is the next token.
+            row |= {"ids": int(response.sequence[-1]), "positions": response.start_position, "done": 0}
+            row |= {"num_tokens": row["position"], "limits": response.sampling.max_new_tokens, "keys": row["key"]}
         for table, names in ((self.integers, INTEGERS), (self.floats, FLOATS)):
             # One upload a table, in the order of its names: the columns' meaning is INTEGERS and FLOATS alone.
             table[chosen] = on_device(torch.tensor([[row[name] for name in names] for row in numbers]), self.device)
@@ -260,22 +234,6 @@ class SlotState:
                 behaviour, policy = on_device(torch.from_numpy(both), self.device)
                 self.behaviour[slot, : len(behaviour)] = behaviour
                 self.policy[slot, : len(policy)] = policy
-
-    @staticmethod
-    def _numbers(response: Response, seed: int) -> dict[str, int | float]:
-        """A response's row of both tables."""
-        settings, prompt = sampling_numbers(response, seed), response.request.prompt.token_ids
-        # The last token that is there is fed first: prefill leaves it out, and its output is the next token.
-        last = response.token_ids[-1] if len(response.token_ids) else prompt[-1]
-        own = {
-            "ids": int(last),
-            "positions": response.start_position,
-            "num_tokens": settings["position"],
-            "limits": response.sampling.max_new_tokens,
-            "keys": settings["key"],
-            "done": 0,
-        }
-        return {**settings, **own}
 
     def record(self, num_slots: int, sampled: SampledTokens, is_stop_V: Tensor) -> None:
         """Append the chosen tokens and make them the next to be fed; mark the responses that have ended as done."""

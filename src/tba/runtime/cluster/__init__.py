@@ -1,7 +1,7 @@
 """Joining a Ray cluster, or starting a private one, so that only holders of its token can reach it.
 
-Any client that reaches a Ray port can run code there. So a cluster is joined only with token authentication on, and a
-private one is bound to loopback, has a token of its own, no dashboard, and sends no usage statistics.
+Any client that reaches a Ray port can run code there. A private cluster is bound to loopback, has a token of its own, no
+dashboard, and sends no usage statistics.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ NAMESPACE = "tba"
 
 @contextmanager
 def cluster(config: RuntimeConfig, *, address: str | None = None) -> Iterator[str]:
-    """Be part of the Ray cluster that a config names, or that this process was placed on, while the context lasts; yields
-    its address."""
+    """Be part of the Ray cluster that a config names, or that this process was placed on; yields its address."""
     address = address or config.address
-    _check_token(address)
+    if address is not None:
+        has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+        has_token = has_token or os.path.isfile(os.path.expanduser("~/.ray/auth_token"))
+        if os.environ.get("RAY_AUTH_MODE") != "token" or not has_token:
+            raise ConfigError(
+                f"runtime.address={address}: a cluster is joined with a token only: any client that reaches its ports can "
+                "run code there. Start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (`ray get-auth-token "
+                "--generate` makes one), and set both here too."
+            )
     # Before Ray is imported, which reads them then.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it would leave out lines of what the trainer writes
@@ -52,20 +59,3 @@ def cluster(config: RuntimeConfig, *, address: str | None = None) -> Iterator[st
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
-
-
-def _check_token(address: str | None) -> None:
-    if address is None:
-        return
-    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if os.environ.get("RAY_AUTH_MODE") != "token" or not (has_token or _default_token()):
-        raise ConfigError(
-            f"runtime.address={address}: a cluster is joined with a token only: any client that reaches its ports can "
-            f"run code "
-            "there. Start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (`ray get-auth-token --generate` makes "
-            "one), and set both here too."
-        )
-
-
-def _default_token() -> bool:
-    return os.path.isfile(os.path.expanduser("~/.ray/auth_token"))

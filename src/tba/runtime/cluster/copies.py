@@ -1,14 +1,9 @@
-"""The second copy of replay.durability=node, on the supervisor's node: the run folder and every group.
-
-Checkpoints and what belongs to them are fetched from the trainer's node as they appear, and given to the node of a trainer
-that is started where the run folder is not. The trainer gives groups to the replica as they come (runtime/replica.py), which
-is an actor on the supervisor's node.
+"""The second copy of replay.durability=node, on the supervisor's node: the run folder and every group (replica.py).
 
     trainer's node -> what_is_there, read_block -> RunCopy: runs/NAME.replica -> write_block -> the next trainer's node
     trainer -> RemoteReplica -> runs/NAME.replica/groups.sqlite -> the next trainer
 
-A checkpoint is in the copy whole or not at all, and what its manifest says of its files is compared. Nothing here imports
-torch.
+A checkpoint is in the copy whole or not at all. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,36 +37,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tba")
 
 BLOCK_BYTES = 32 * 2**20
-"""Bytes that travel in one call."""
 COPIED = ("step-", "best-step-")
 """Beginnings of the names of the checkpoints that are copied: not of those whose evaluation has not come."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json")
-"""Other files that are copied. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than
-it."""
+"""Other files that are copied. A run that resumes cuts off lines that came after its checkpoint."""
 
 
 # On the trainer's node
 
 
 def what_is_there(folder: RunFolder) -> dict[str, str]:
-    """Copied parts of a run folder: checkpoints with the checksum of their manifest, and whether the run has
-    begun. {"config.yaml": "", "checkpoints/step-20": "5f3a..."}"""
+    """Copied parts of a run folder: {"config.yaml": "", "checkpoints/step-20": checksum of its manifest}"""
     found = {folder.config.name: ""} if folder.config.is_file() else {}
     if folder.summary.is_file():
         found[folder.summary.name] = str(folder.summary.stat().st_mtime_ns)
     for prefix in COPIED:
         for path in folder.checkpoints_by_step(prefix).values():
-            try:
-                manifest = (path / MANIFEST).read_bytes()
-            except OSError:  # dropped meanwhile
-                continue
-            found[f"checkpoints/{path.name}"] = hashlib.sha256(manifest).hexdigest()
+            with suppress(OSError):  # dropped meanwhile
+                found[f"checkpoints/{path.name}"] = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
     return found
 
 
 def begun_at(folder: RunFolder, owner: Holder, resume: bool) -> int | None:
-    """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
-    run is not there."""
+    """Step of the newest checkpoint of the run on this node's disk; -1 = it has none yet, None = the run is not there."""
     if not folder.config.is_file() or not (resume or holder_of(folder.path) == owner):
         return None
     return _newest_step(folder)
@@ -81,17 +70,13 @@ def _newest_step(folder: RunFolder) -> int:
 
 
 def read_block(folder: RunFolder, name: str, offset: int) -> bytes | None:
-    """A part of a file of a run folder; None where the file is not there."""
-    try:
-        with (folder.path / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(BLOCK_BYTES)
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), (folder.path / name).open("rb") as file:
+        file.seek(offset)
+        return file.read(BLOCK_BYTES)
+    return None
 
 
 def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None:
-    """Write a part of a file; those of one file come in order."""
     path = folder.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if offset else "wb") as file:
@@ -100,8 +85,8 @@ def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None
 
 
 def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
-    """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
-    stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
+    """Remove what an earlier trainer of the run has left on this node, but for logs: searchers of this node may be
+    writing them. Another run of this name is put aside, unless it goes on."""
     is_foreign = folder.config.is_file() and begun_at(folder, owner, resume) is None
     # The folder is locked while it is changed: no other run of this node may begin in it meanwhile.
     claim = Claim.take(folder.path)
@@ -110,10 +95,10 @@ def make_room(folder: RunFolder, owner: Holder, resume: bool) -> None:
             aside = folder.path.with_name(f"{folder.path.name}.before-{secrets.token_hex(4)}")
             os.replace(folder.path, aside)
             logger.warning("%s is another run's, and is now %s.", folder.path, aside)
-        for path in folder.path.iterdir() if folder.path.is_dir() else ():
-            if path.is_dir() and not path.is_symlink() and path != folder.logs:
+        for path in set(folder.path.glob("*")) - {folder.logs}:
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path != folder.logs:
+            else:
                 path.unlink(missing_ok=True)
     finally:
         claim.release()
@@ -128,12 +113,10 @@ class RunCopy:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        """Held while the copy is changed or read."""
         self._have: dict[str, str] = {}
         """Files that were copied last, as `what_is_there` lists them."""
         self._fetching = threading.Thread()
-        self._told = ""
-        """The last error."""
+        self._last_error = ""
 
     def follow(self, actor: Any, found: Mapping[str, str], *, wait: bool = False) -> None:
         """Have the copy become like what is on the node of an actor, in the background; `wait` = until it is."""
@@ -148,7 +131,7 @@ class RunCopy:
             self._fetching.join()
 
     def hand_over(self, actor: Any, begun: int | None, owner: Holder, resume: bool) -> bool:
-        """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (see `begun_at`);
+        """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (`begun_at`);
         False where that is no older than the copy, or nothing was copied yet."""
         with self._lock:
             if not self.folder.config.is_file() or (begun is not None and begun >= _newest_step(self.folder)):
@@ -162,7 +145,6 @@ class RunCopy:
             return True
 
     def _names(self) -> list[str]:
-        """Files of the copy, in the order in which they are handed over."""
         checkpoints = [path for prefix in COPIED for path in self.folder.checkpoints_by_step(prefix).values()]
         # The manifest last: a folder without one does not count.
         paths = [path for folder in checkpoints for path in sorted(folder.iterdir()) if path.name != MANIFEST]
@@ -176,7 +158,8 @@ class RunCopy:
             with self._lock:
                 new = [name for name in found if "/" in name and self._have.get(name) != found[name]]
                 # The newest first: the others may be dropped before they are here.
-                fetched = {name: self._fetch_checkpoint(actor, name) for name in sorted(new, key=_step, reverse=True)}
+                new.sort(key=lambda name: int(name.rpartition("-")[2]), reverse=True)
+                fetched = {name: self._fetch_checkpoint(actor, name) for name in new}
                 # After the checkpoints were written and before they count: no line that they know of is missing.
                 for name in FILES:
                     self._fetch_file(actor, name, self.folder.path / name)
@@ -194,9 +177,9 @@ class RunCopy:
         except ray.exceptions.RayError as error:
             logger.warning("the copy of the run was interrupted: %s", str(error).strip().splitlines()[0])
         except (OSError, ValueError) as error:
-            if str(error) != self._told:  # it is tried again at every look
+            if str(error) != self._last_error:  # it is tried again at every look
                 logger.error("%s: the run could not be copied: %s", self.folder.path, error)
-            self._told = str(error)
+            self._last_error = str(error)
 
     def _fetch_checkpoint(self, actor: Any, name: str) -> Path | None:
         """Copy a checkpoint beside its place; returns where it is, None where it was dropped meanwhile."""
@@ -233,10 +216,6 @@ class RunCopy:
         return digest.hexdigest()
 
 
-def _step(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 # The replica
 
 
@@ -258,14 +237,12 @@ class RemoteReplica:
     def __init__(self, owner: Holder) -> None:
         self._actor = ray.get_actor(_replica_name(owner), namespace=NAMESPACE)
         self._storing: dict[Any, str] = {}
-        """Groups whose copy is on its way, by the call that stores it."""
 
     def add(self, group: TrajectoryGroup) -> None:
         stored = self._actor.add.remote(group.id, len(group.trajectories), pickled(group))
         self._storing[stored] = group.id
 
     def stored(self) -> set[str]:
-        """Ids of the groups that are stored since the last call."""
         calls = list(self._storing)
         # The timeout is 0: the trainer calls this between its steps and must not wait for another node.
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0.0) if calls else ([], [])
@@ -273,7 +250,7 @@ class RemoteReplica:
         return {self._storing.pop(call) for call in done}
 
     def groups(self, *, after: Mapping[str, int]) -> Iterator[TrajectoryGroup]:
-        """The groups with a higher number than their source has in `after`, in the order of their arrival."""
+        """`Replica.rows`, unpickled."""
         for body in self._actor.rows.options(num_returns="streaming").remote(after=dict(after)):
             yield pickle.loads(_results(body))
 

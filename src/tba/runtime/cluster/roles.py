@@ -1,23 +1,26 @@
-"""Roles on a Ray cluster, as their starter sees them: each is an actor (host.py) with stated resources, and its link
-is carried by calls of the actor. To the supervisor and the trainer they look like processes of their own machine.
+"""Roles on a Ray cluster. Each runs under an actor (RoleHost), which holds the role's resources on a node and starts
+the role as a process there; the process finds counters, weight buffers and a link as on one machine. Its starter sees
+the actor as a process of its own machine (ClusterRole).
 
 The supervisor starts the trainer. The trainer's process joins the cluster itself and starts its searchers: Ray ends their
-actors when that process is gone.
-
-One call at a time takes the shared counters to a role's node and brings back what the role has sent and its part of the
-shared counters; another one takes messages to it. Heartbeats are numbers that rise, never times: clocks of two nodes
-are not compared.
+actors when that process is gone. One call at a time takes the shared counters to a role's node and brings back what the role
+has sent and its part of the counters; another one takes messages to it. Heartbeats are numbers that rise: clocks of two
+nodes are not compared. Nothing here imports torch: an actor is there in a moment.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,21 +32,150 @@ import ray.exceptions
 
 from tba.config import Config
 from tba.observe.run_folder import Holder, RunFolder
-from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor
-from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
-from tba.runtime.cluster.weight_relay import WeightRelay
+from tba.runtime.cluster.copies import RunCopy, begun_at, replica_actor, what_is_there
+from tba.runtime.cluster.weight_relay import Offer, WeightMirror, WeightRelay
 from tba.runtime.counters import SharedCounters
 from tba.runtime.links import ConnectionHandle, Link
 from tba.runtime.placement import threads_of
+from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba")
 
+COLLECT_SECONDS = 0.02
+"""Time for which frames are collected after the first: a call for each would keep a core busy."""
+CHECK_SECONDS = 1.0
+CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
+"""Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
 EXCHANGE_SECONDS = 0.1
-"""Longest time between two exchanges with a role's node."""
 NODE_SECONDS = 30.0
 """Time after which it is said that a trainer waits for a node."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
+
+
+# On the role's node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """News of a role since the last exchange."""
+
+    frames: list[bytes]
+    row: bytes
+    pid: int
+    status: int | None
+    hung_up: bool
+    files: Mapping[str, str] | None = None
+    """Contents of the run folder (copies.what_is_there); None = it was not looked at."""
+
+
+class RoleHost:
+    """Runs one role on this node. `searcher` is the number of the searcher that it hosts, and `connection` that of its
+    trainer; None = it hosts a trainer. `copied` is the run folder of a trainer whose run is copied to another node."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        searcher: int | None,
+        search_path: Sequence[str],
+        connection: ConnectionHandle | None = None,
+        copied: Path | None = None,
+    ) -> None:
+        # The starter's folders come first, so that a module is the one that its starter imports, not another of this node.
+        sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
+        self._name, self._counters = name, SharedCounters.create()
+        self._own = self._counters.own_part(searcher)
+        self._role: RoleProcess | None = None
+        self._started = threading.Event()
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Messages that the role has sent; None at its end."""
+        self._hung_up = False
+        self._mirror = None if connection is None else WeightMirror(connection)
+        self._has_weights = threading.Event()
+        self._copied = None if copied is None else RunFolder(copied)
+        self._looked = 0.0
+
+    def start(self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int) -> None:
+        """A searcher starts when the first weights of its trainer are there; a trainer finds its host in `arguments`."""
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        counters = self._counters.memory.handle
+        if self._mirror is None:
+            own = {"host": replace(arguments["host"], counters=counters)}
+        else:
+            own = {"connection": self._mirror.connection(counters)}
+            # In this thread, which stays: Linux ends a process with the thread that has started it (die_with_parent).
+            self._has_weights.wait()
+        self._role = RoleProcess(
+            self._name, target, {**arguments, **own}, log=log, threads=threads, unread=self._frames.put
+        )
+        self._started.set()
+
+    @ray.method(concurrency_group="weights")
+    def take_weights(self, offer: Offer, data: list[Any]) -> None:
+        # Ray would fetch a bare argument before the call begins; in a list it is fetched here (weight_relay.Give).
+        assert self._mirror is not None
+        self._mirror.take(offer, ray.get(data[0]))
+        if offer.kind == "weights":
+            self._has_weights.set()
+
+    @ray.method(concurrency_group="exchange")
+    def exchange(self, counters: bytes, timeout_seconds: float) -> Exchanged:
+        """Take in the shared counters and hand out what the role has sent; waits for that, but not longer than the time."""
+        # The role's own part is left out: the role writes it in this memory, and the starter's copy of it is older.
+        values, found, own = self._counters.values, np.frombuffer(counters, np.float64), self._own
+        values[: own.start], values[own.stop :] = found[: own.start], found[own.stop :]
+        frames: list[bytes | None] = []
+        with suppress(queue.Empty):
+            frames.append(self._frames.get(timeout=timeout_seconds))
+            time.sleep(COLLECT_SECONDS)
+            while True:
+                frames.append(self._frames.get_nowait())
+        self._hung_up = self._hung_up or None in frames
+        # The field is read once: `start` may set it meanwhile, in another thread.
+        role, files = self._role, None
+        status = None if role is None else role.status
+        # Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete.
+        is_due = status is not None or time.monotonic() >= self._looked + CHECK_SECONDS
+        if self._copied is not None and role is not None and is_due:
+            self._looked = time.monotonic()
+            with suppress(OSError):  # something was removed while it was looked at
+                files = what_is_there(self._copied)
+        return Exchanged(
+            frames=[frame for frame in frames if frame is not None],
+            row=self._counters.values[self._own].tobytes(),
+            pid=0 if role is None else role.pid,
+            status=status,
+            hung_up=self._hung_up,
+            files=files,
+        )
+
+    @ray.method(concurrency_group="deliver")
+    def deliver(self, frame: bytes) -> None:
+        """A frame for the role. It waits for its process, which a searcher has when its first weights come."""
+        self._started.wait()
+        assert self._role is not None
+        self._role.link.send_bytes(frame)
+
+    @ray.method(concurrency_group="files")
+    def with_folder(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Result of a function of copies.py for the run folder on this node."""
+        return call(self._copied, *arguments)
+
+    def signal(self, number: int) -> None:
+        if self._role is not None and self._role.alive:
+            self._role.signal(number)
+
+    def show_stacks(self) -> None:
+        if self._role is not None:
+            self._role.show_stacks()
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+# Where the role was started
 
 
 class ActorLink(Link):
@@ -54,31 +186,30 @@ class ActorLink(Link):
 
 
 class ClusterRole:
-    """A role in an actor, with the methods of a RoleProcess, and with those of a Connection for its link: the threads of the
-    link make the calls of the actor."""
+    """A role in an actor, as a RoleProcess, and as the Connection of its link, whose threads call the actor."""
 
     def __init__(
         self,
         name: str,
-        actor: Any,
         counters: SharedCounters,
         *,
         searcher: int | None,
         log: Path | None,
+        num_cpus: float,
+        num_gpus: float,
         queued: bool = False,
-        started: Any = None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
+        **given: Any,
     ) -> None:
-        """`started` is a call of the actor: an error of it is the role's end. `copy`
-        follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
-        self.name = name
-        self.log = log
-        self.pid = 0
+        """The actor, which is given the rest, waits for a node with room for it: a CPU for each thread, and the role's
+        GPUs. `ended` is called once, when the role is gone."""
+        self.name, self.log, self.pid = name, log, 0
         self.status: int | None = None
-        self._actor = actor
-        self._calls: list[Any] = [started]
-        """Calls whose end has not been seen yet."""
+        make: Any = ray.remote  # its types do not know of concurrency groups
+        host = make(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=num_cpus, num_gpus=num_gpus)(RoleHost)
+        self.actor = host.remote(name=name, searcher=searcher, search_path=sys.path, **given)
+        self._calls: list[Any] = []
         self._counters = counters
         self._own = counters.own_part(searcher)
         self._copy = copy
@@ -86,7 +217,6 @@ class ClusterRole:
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         self._frames: deque[bytes] = deque()
-        """Messages that the role has sent and its starter has not read yet."""
         # Last: its reader begins to make calls of the actor at once.
         self.link = ActorLink(self, queued=queued)
 
@@ -104,10 +234,10 @@ class ClusterRole:
         if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
             self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
         else:
-            self.watch(self._actor.signal.remote(number))
+            self.watch(self.actor.signal.remote(number))
 
     def show_stacks(self) -> None:
-        self.watch(self._actor.show_stacks.remote())
+        self.watch(self.actor.show_stacks.remote())
 
     def watch(self, call: Any) -> None:
         """An error of this call of the actor is the role's end."""
@@ -124,26 +254,29 @@ class ClusterRole:
     def send_bytes(self, body: bytes) -> None:
         try:
             # The answer is waited for, because a node that is gone shows in it as an error.
-            ray.get(self._actor.deliver.remote(body))
+            ray.get(self.actor.deliver.remote(body))
         except ray.exceptions.RayError as error:  # seen by the exchange
             raise BrokenPipeError from error
 
     def _exchange(self) -> None:
-        """Bring frames and heartbeats."""
         try:
             # The call returns after EXCHANGE_SECONDS where the role has sent nothing, because it carries heartbeats too.
-            found = ray.get(self._actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
+            found = ray.get(self.actor.exchange.remote(self._counters.values.tobytes(), EXCHANGE_SECONDS))
             self.pid = found.pid
             if self.alive:  # what comes after its end would be taken for its successor's
-                self._counters.take_own(np.frombuffer(found.row, np.float64), self._own)
+                self._counters.values[self._own] = np.frombuffer(found.row, np.float64)
             self._frames += found.frames
             if self._copy is not None and found.files is not None and self.alive:
                 # One that came to its end may have just saved; one that was killed has not, and the next one is due.
-                self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
+                self._copy.follow(self.actor, found.files, wait=found.status is not None and found.status >= 0)
             # An exit status alone is not the end: frames may still be on their way from the process to its host.
             if found.hung_up and found.status is not None:
                 self._end(found.status)
-            self._see_calls()
+            # The list is copied first: `watch` appends to it from other threads.
+            for call in list(self._calls):
+                if ray.wait([call], timeout=0.0)[0]:
+                    self._calls.remove(call)
+                    ray.get(call)  # raises its error
         except ray.exceptions.RayTaskError as error:
             logger.error("%s: a call of its actor failed: %s", self.name, error)
             self._end(FAILED)
@@ -151,14 +284,6 @@ class ClusterRole:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
             self._end(KILLED)
-
-    def _see_calls(self) -> None:
-        """Raise the error of a call that has failed."""
-        # The list is copied first: `watch` appends to it from other threads.
-        done = [call for call in list(self._calls) if call is not None and ray.wait([call], timeout=0.0)[0]]
-        for call in done:
-            self._calls.remove(call)
-            ray.get(call)
 
     def _end(self, status: int) -> None:
         """The role has ended, and its actor with it. Its starter sees the end of the link."""
@@ -169,13 +294,12 @@ class ClusterRole:
             self.status = status
             self._ended.set()
         # These run outside of the lock: the relay has a lock of its own, which it may hold while it puts weights.
-        ray.kill(self._actor)
+        ray.kill(self.actor)
         self._when_ended()
 
 
 def share_of_gpus(available: float, num_roles: int) -> float:
-    """GPUs of each role: one, or 1/n where n of them have to share each; 0 where there are none. Eight roles on three GPUs
-    are three on one at most, so each takes 1/3."""
+    """GPUs of each role: one, or 1/n where n have to share each. Eight roles on three GPUs take 1/3 each."""
     if available < 1:
         return 0.0
     return min(1.0, 1 / math.ceil(num_roles / int(available)))
@@ -187,20 +311,10 @@ def gpus_each(config: Config) -> float:
     return share_of_gpus(available, config.train.ranks + config.search.count)
 
 
-def make_actor(name: str, searcher: int | None, *, num_cpus: float, num_gpus: float, copied: Path | None = None) -> Any:
-    """The actor of a role, which waits for a node with room for it: a CPU for each thread, and the role's GPUs."""
-    make: Any = ray.remote  # its types do not know of concurrency groups
-    resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
-        name=name, searcher=searcher, search_path=sys.path, copied=copied
-    )
-
-
 class ClusterTrainers:
     """Places the trainer of a run on a node."""
 
     def __init__(self, config: Config, counters: SharedCounters, replica: RunFolder | None, owner: Holder) -> None:
-        """`replica` is the folder on this node to which the run is copied; None = it is not."""
         self._config = config
         self._counters = counters
         self._copy = None if replica is None else RunCopy(replica)
@@ -214,30 +328,30 @@ class ClusterTrainers:
         cpus = ranks * threads_of(config).trainer
         # Ray knows parts of one GPU only.
         gpus = each if ranks == 1 else ranks * math.ceil(each)
-        copied = None if copy is None else config.run_folder
-        actor = make_actor("trainer", None, num_cpus=cpus, num_gpus=gpus, copied=copied)
-        role = ClusterRole("trainer", actor, self._counters, searcher=None, log=None, copy=copy)
-        begin = partial(actor.start.remote, target, connection=None, log=None, threads=threads_of(config).trainer)
+        role = ClusterRole(
+            "trainer",
+            self._counters,
+            searcher=None,
+            log=None,
+            num_cpus=cpus,
+            num_gpus=gpus,
+            copy=copy,
+            copied=None if copy is None else config.run_folder,
+        )
+        begin = partial(role.actor.start.remote, target, log=None, threads=threads_of(config).trainer)
         if copy is None:
             role.watch(begin(arguments=dict(arguments)))
         else:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin_copied = partial(
-                self._begin_copied, copy, role, actor, begin, dict(arguments), f"{cpus:d} CPUs, {gpus:g} GPUs"
-            )
-            threading.Thread(target=begin_copied, daemon=True, name="trainer-begin").start()
+            values = (copy, role, begin, dict(arguments), f"{cpus:d} CPUs, {gpus:g} GPUs")
+            threading.Thread(target=self._begin_copied, args=values, daemon=True, name="trainer-begin").start()
         return role
 
     def _begin_copied(
-        self,
-        copy: RunCopy,
-        role: ClusterRole,
-        actor: Any,
-        begin: Callable[..., Any],
-        arguments: dict[str, Any],
-        room: str,
+        self, copy: RunCopy, role: ClusterRole, begin: Callable[..., Any], arguments: dict[str, Any], room: str
     ) -> None:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
+        actor = role.actor
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
             call = actor.with_folder.remote(begun_at, owner, resume)
@@ -271,7 +385,6 @@ class ClusterSearchers:
         self._counters = counters
         self._logs = logs
         self._relay: WeightRelay | None = None
-        """None before the first searcher is started."""
 
     def start(
         self,
@@ -282,22 +395,24 @@ class ClusterSearchers:
         incarnation: str,
     ) -> ClusterRole:
         name, log = f"searcher-{index}", self._logs / f"searcher-{index}.log"
-        actor = make_actor(name, index, num_cpus=self._threads, num_gpus=self._gpus_each)
-        started = actor.start.remote(
-            cloudpickle.dumps((target, dict(arguments))),  # the actor need not import what it needs
-            {"index": index, "incarnation": incarnation},
+        self._relay = self._relay or WeightRelay(connection)
+        role = ClusterRole(
+            name,
+            self._counters,
+            searcher=index,
+            log=log,
+            num_cpus=self._threads,
+            num_gpus=self._gpus_each,
+            queued=True,
+            ended=partial(self._relay.remove, incarnation),
             connection=connection,
-            log=str(log),
-            threads=self._threads,
         )
-        if self._relay is None:
-            self._relay = WeightRelay(connection)
         # The weights are offered at once: the actor starts the searcher's process when the first have arrived.
-        self._relay.add(incarnation, actor.take_weights.remote)
-        ended = partial(self._relay.remove, incarnation)
-        return ClusterRole(
-            name, actor, self._counters, searcher=index, log=log, queued=True, started=started, ended=ended
-        )
+        self._relay.add(incarnation, role.actor.take_weights.remote)
+        program = cloudpickle.dumps((target, dict(arguments)))  # the actor need not import what it needs
+        own = {"index": index, "incarnation": incarnation}
+        role.watch(role.actor.start.remote(program, own, log=log, threads=self._threads))
+        return role
 
     def close(self) -> None:
         if self._relay is not None:

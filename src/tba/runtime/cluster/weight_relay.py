@@ -1,11 +1,10 @@
-"""Weights between nodes. Trainer and searchers see buffers in the shared memory of their own node, as on one machine;
-what the trainer publishes goes from its buffers through Ray's object store into those of each searcher's node.
+"""Weights between nodes, from the trainer's buffers through Ray's object store into those of each searcher's node.
 
     trainer -> its buffers -> WeightRelay: one put, an object that every node fetches once -> WeightMirror -> searcher's
     buffers
 
-The checksum that the trainer has computed travels with the bytes, and the searcher that loads them compares it: nothing on
-the way needs to be trusted. A version that is overtaken before it was passed on is left out.
+The checksum travels with the bytes, so nothing on the way needs to be trusted. A version that is overtaken before it was
+passed on is left out.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ import ray.exceptions
 
 from tba.runtime.counters import SharedMemory
 from tba.runtime.links import ConnectionHandle
-from tba.runtime.weight_memory import Header, SharedWeightsHandle, WeightMemory, data_bytes
+from tba.runtime.weight_memory import Header, SharedWeightsHandle, WeightMemory, data_bytes, reserve
 
 logger = logging.getLogger("tba")
 
 Kind = Literal["weights", "references"]
 CHECK_SECONDS = 0.005
-"""Time between two looks at what the trainer has published."""
 RETRY_SECONDS = 1.0
 
 
@@ -38,26 +36,19 @@ class Offer:
 
     kind: Kind
     number: int
-    """Number of publications up to this one."""
     header: Header
     canary: np.ndarray
 
 
 Give = Callable[[Offer, list[Any]], Any]
-"""Hands an offer to a searcher's node, with the object that has its bytes: in a list, so that it is not fetched before the
-call begins. Returns what can be waited for."""
+"""Hands an offer to a searcher's node, with the object that has its bytes in a list; returns what can be waited for."""
 
 
 class WeightRelay:
-    """Passes on the weights that a trainer on this node publishes. One put serves all searchers. At most one offer is on its
-    way to each, so a slow node gets fewer versions and delays no other."""
+    """One put serves all searchers. At most one offer is on its way to each: a slow node delays no other."""
 
     def __init__(self, connection: ConnectionHandle) -> None:
-        handles: dict[Kind, SharedWeightsHandle | None] = {
-            "weights": connection.weights,
-            "references": connection.references,
-        }
-        self._sources = [_Source(kind, handle) for kind, handle in handles.items() if handle is not None]
+        self._sources = [_Source(kind, handle) for kind, handle in _handles(connection).items()]
         self._receivers: dict[str, Give] = {}
         self._given: dict[tuple[str, Kind], tuple[int, Any]] = {}
         """Number of the last offer and the call that delivers it, by receiver and kind."""
@@ -101,6 +92,11 @@ class WeightRelay:
                 self._given[name, offer.kind] = (offer.number, give(offer, [data]))
 
 
+def _handles(connection: ConnectionHandle) -> dict[Kind, SharedWeightsHandle]:
+    found: dict[Kind, SharedWeightsHandle] = {"weights": connection.weights}
+    return found if connection.references is None else {**found, "references": connection.references}
+
+
 class _Source:
     """The trainer's buffers of one kind, and the newest version in the object store."""
 
@@ -110,7 +106,6 @@ class _Source:
         self._size = data_bytes(handle.layout)
         self._number = 0
         self._header: Header | None = None
-        """The version in `object`; None before the first publication."""
         self.object: Any = None
         self.offer: Offer | None = None
         """The newest offer; None before its canary is there, which the trainer computes at once."""
@@ -140,28 +135,18 @@ class WeightMirror:
 
     def __init__(self, connection: ConnectionHandle) -> None:
         """`connection` is the trainer's: of its buffers only the layout has a meaning here."""
-        handles: dict[Kind, SharedWeightsHandle | None] = {
-            "weights": connection.weights,
-            "references": connection.references,
-        }
-        self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
-        self._buffers = {kind: WeightMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
+        self._connection, self._theirs = connection, _handles(connection)
+        self._buffers = {kind: WeightMemory(reserve(data_bytes(own.layout))) for kind, own in self._theirs.items()}
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether a searcher can begin with what lies here."""
-        return self._buffers["weights"].number > 0
-
-    def connection(self, connection: ConnectionHandle) -> ConnectionHandle:
-        """The same handles as the searcher finds them on this node. `counters` is already this node's."""
-        handles = {
-            kind: SharedWeightsHandle(memory=buffers.memory.handle, layout=self._layouts[kind])
-            for kind, buffers in self._buffers.items()
-        }
-        return replace(connection, weights=handles["weights"], references=handles.get("references"))
+    def connection(self, counters: str) -> ConnectionHandle:
+        """The same handles as the searcher finds them on this node, where `counters` are."""
+        found = {kind: replace(own, memory=self._buffers[kind].memory.handle) for kind, own in self._theirs.items()}
+        # On a cluster the trainer's buffers lie in host memory, as these do.
+        return replace(
+            self._connection, counters=counters, weights=found["weights"], references=found.get("references")
+        )
 
     def take(self, offer: Offer, data: np.ndarray) -> None:
-        """Write a version into the older buffer."""
         buffers = self._buffers[offer.kind]
         buffer = buffers.begin()
         np.copyto(buffers.data(buffer, len(data)), data)

@@ -8,9 +8,8 @@
 
 A problem is an opening, one or two events and a question, 2 to 4 calculation steps in all. Its *canonical content* is the
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
-split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
-tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
-in `start_model/` and made by `recipes/arithmetic.py`.
+split, so a held-out problem cannot occur in training under any seed. Validation problems, to tune on, are of the training
+side, less the contents that the run trains on. `recipes/arithmetic.py` made the start model.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
-from tba.tasks.data.make_prompt import LazyPrompts, make_prompt
+from tba.tasks.data.make_prompt import LazyPrompts
 from tba.tasks.gsm8k import final_number, same_number
 from tba.tasks.outcomes import Outcome
 from tba.tasks.questions import RightOrWrong
@@ -84,63 +83,39 @@ class ArithmeticTask(RightOrWrong):
     """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        self._num_train = inputs.config.num_train_prompts
-        self._tokenizer = inputs.tokenizer
-        self._max_prompt_tokens = inputs.max_prompt_tokens
-        self._prompts: dict[Split, ProblemPrompts] = {}
+        self._inputs = inputs
+        self._problems: dict[Split, Sequence[Problem]] = {}
+        # Made one by one, each time they are asked for: drawing and encoding all takes seconds, and the trainer, which only
+        # counts them, need not wait for that. None is kept, or a searcher's memory would grow with every rollout.
+        counts: dict[Split, int] = {
+            "train": inputs.config.num_train_prompts,
+            "held_out": HELD_OUT_PROBLEMS,
+            "validation": VALIDATION_PROBLEMS,
+        }
+        self._prompts = {split: LazyPrompts(count, partial(self._prompt, split)) for split, count in counts.items()}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        if split not in self._prompts:
-            count = {"train": self._num_train, "held_out": HELD_OUT_PROBLEMS, "validation": VALIDATION_PROBLEMS}[split]
-            # Problems differ by a few words only, so the first stands for all.
-            self._prompt(split, 0, train_problems(1)[0])  # whether prompts fit the model's context shows at once
-            self._prompts[split] = ProblemPrompts(count, partial(self._problems, split), partial(self._prompt, split))
+        # Whether prompts fit the model's context shows at once. Problems differ by a few words only: one stands for all.
+        self._inputs.prompt(f"{split}-0", train_problems(1)[0].text, {})
         return self._prompts[split]
+
+    def _prompt(self, split: Split, place: int) -> Prompt:
+        if split not in self._problems:
+            # Drawn once, and kept as small objects.
+            if split == "held_out":
+                self._problems[split] = held_out_problems()
+            else:
+                draw = train_problems if split == "train" else validation_problems
+                self._problems[split] = draw(self._inputs.config.num_train_prompts)
+        problem = self._problems[split][place]
+        columns = {"answer": problem.answer, "solution": problem.solution}
+        return self._inputs.prompt(f"{split}-{place}", problem.text, columns)
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         return [
             {"exact_match": exact_match(text, prompt.columns["answer"], finished=completion.finish == "stop")}
             for text, completion in zip(texts, completions)
         ]
-
-    def _problems(self, split: Split) -> Sequence[Problem]:
-        if split == "train":
-            return train_problems(self._num_train)
-        return held_out_problems() if split == "held_out" else validation_problems(self._num_train)
-
-    def _prompt(self, split: Split, index: int, problem: Problem) -> Prompt:
-        columns = {"answer": problem.answer, "solution": problem.solution}
-        return make_prompt(
-            id=f"{split}-{index}",
-            text=problem.text,
-            columns=columns,
-            tokenizer=self._tokenizer,
-            max_tokens=self._max_prompt_tokens,
-        )
-
-
-class ProblemPrompts(LazyPrompts):
-    """Prompts that are made one by one, each time they are asked for: drawing and encoding all of them takes seconds, and
-    the trainer, which only counts them, or a searcher that draws a few, need not wait for that. None is kept, or a
-    searcher's memory would grow with every rollout of its first epoch."""
-
-    def __init__(
-        self, count: int, draw: Callable[[], Sequence[Problem]], make: Callable[[int, Problem], Prompt]
-    ) -> None:
-        self._count = count
-        self._draw = draw
-        self._make = make
-
-    @cached_property
-    def _problems(self) -> Sequence[Problem]:
-        # Drawn once and kept as small objects; tokens are made at each `at`.
-        return self._draw()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def at(self, place: int) -> Prompt:
-        return self._make(place, self._problems[place])
 
 
 def exact_match(text: str, answer: str, *, finished: bool) -> float:
@@ -230,9 +205,16 @@ def draw_problem(rng: random.Random) -> Problem:
         kinds = [choice(OPENING_KINDS), *events, choice(QUESTION_KINDS)]
         # The order of draws is part of the problem set: another order gives other problems for the same seed.
         parts = [(kind, tuple(map(choice, NUMBERS.get(kind, (range(2, 16),))))) for kind in kinds]
-        if _may_be_asked(parts):
+        steps = _steps(parts)
+        if 2 <= len(steps) <= 4 and work(steps) is not None:
             canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
-            return Problem(text=_write_text(parts, rng), steps=_steps(parts), canonical=canonical)
+            name, *others = rng.sample(NAMES, len(parts) + 1)
+            words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
+            sentences = (
+                SENTENCES[kind].format(**words, Other=other, **dict(zip("ab", numbers)))
+                for (kind, numbers), other in zip(parts, others)
+            )
+            return Problem(text=" ".join(sentences) + "\n", steps=steps, canonical=canonical)
 
 
 def draw_problems(split: Side, *, seed: int) -> Iterator[Problem]:
@@ -282,32 +264,6 @@ def _distinct_problems(
     return tuple(problems)
 
 
-def _may_be_asked(parts: Sequence[Part]) -> bool:
-    """Whether it takes two to four steps that can be worked out. Most draws end here: no steps are made of them yet."""
-    results: list[int] = []
-    total = 0
-    for kind, numbers in parts:
-        before, number = total, numbers[0] if numbers else 0
-        if kind == "has":
-            total = number
-        elif kind == "boxes":
-            results.append(total := number * numbers[1])
-        elif kind == "gets":
-            product = number * numbers[1]
-            results += (product, total := before + product)
-        elif kind == "times":
-            results.append(total := before * number)
-        elif kind == "shares":
-            results.append(total := 0 if before % number else before // number)
-        elif kind in ("fewer", "more"):
-            other = before + number if kind == "more" else before - number
-            results += (other, total := before + other)
-        elif kind != "now":
-            results.append(total := before + number if kind == "buys" else before - number)
-    # The same bounds as in `work`, which the steps of a problem pass later.
-    return 2 <= len(results) <= 4 and min(results) >= 1 and max(results) <= LARGEST
-
-
 def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
     steps: list[Step] = []
     total: int | Earlier = parts[0][1][0]
@@ -322,13 +278,3 @@ def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
             steps.append(Step(total, "+", Earlier(len(steps) - 1), "together"))
         total = Earlier(len(steps) - 1) if steps else total
     return tuple(steps)
-
-
-def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
-    name, *others = rng.sample(NAMES, len(parts) + 1)
-    words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
-    sentences = [
-        SENTENCES[kind].format(**words, Other=other, **dict(zip("ab", numbers)))
-        for (kind, numbers), other in zip(parts, others)
-    ]
-    return " ".join(sentences) + "\n"

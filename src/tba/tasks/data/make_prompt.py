@@ -1,39 +1,41 @@
 """Prompts from data: as tokens within the context, with one BOS, and as questions with answers in splits.
 
 Held out are the rows to report on. Train rows whose question is held out too are counted, reported once and left out of
-training: a policy that was trained on a question says nothing about new ones by answering it. Questions are compared by
-their words in lower case: other white space or capital letters do not make another question. Validation questions, to tune
-on, are train rows that a hash of the question picks: the same in every run.
+training. Questions are compared by their words in lower case. Validation questions, to tune on, are train rows that a hash
+of the question picks: the same in every run.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, split_rows
-from tba.tasks.task import Split
 from tba.types import Prompt
 
+Split = Literal["train", "validation", "held_out"]
+"""Name of a split: prompts that are trained on, tuned on, or reported on."""
 
-class LazyPrompts(Sequence[Prompt], ABC):
-    """Prompts that are made when they are asked for."""
 
-    @abstractmethod
-    def at(self, place: int) -> Prompt:
-        """The prompt at a place from 0 on."""
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts that are made when they are asked for, by `make` from their place, and not kept."""
+
+    def __init__(self, count: int, make: Callable[[int], Prompt]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -43,7 +45,7 @@ class LazyPrompts(Sequence[Prompt], ABC):
 
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         places = range(len(self))[index]
-        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
 
 def make_prompt(
@@ -156,8 +158,8 @@ class Source:
 
     hub_subset: str
     """Subset of the dataset on the hub."""
-    read: Callable[[DataRow], QuestionAnswer]
-    """Makes a question of a row; raises BadRow for a row that is none."""
+    read: Callable[[DataRow], tuple[str, str]]
+    """Question and answer of a row; raises BadRow for a row without them."""
     held_out: tuple[str, ...] = ("test",)
     """Names of the split to report on; of a folder the first that it has, of a hub dataset the first."""
 
@@ -197,13 +199,13 @@ def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: S
     ids = set[str]()
 
     def read(row: DataRow) -> QuestionAnswer:
-        problem = source.read(row)
+        question, answer = source.read(row)
         id = next((str(row.value[column]) for column in ID_COLUMNS if row.value.get(column) is not None), None)
         if id in ids:
             raise BadRow("duplicate id", f"{row.place}: id {id!r} occurs twice; ids must be unique.")
         if id is not None:
             ids.add(id)
-        return problem
+        return QuestionAnswer(line=row.line, question=question, answer=answer, place=row.place)
 
     problems = bad.keep(rows, read)
     bad.report()

@@ -1,14 +1,10 @@
 """Rows of a dataset from where it lies: a JSONL file (also .gz), a folder with one file per split, or a hub name.
 
 Every row comes with its place, the words that an error about it starts with: `data/train.jsonl line 17`. Files are read
-line by line in binary, so that a file may be larger than memory and broken UTF-8 costs one row.
+line by line in binary: a file may be larger than memory, and broken UTF-8 costs one row.
 
-A row that cannot be used is never trained on in silence. Whoever finds it raises BadRow, BadRows counts it, and when all
-rows are seen it stops the run or warns, as task.on_bad_row says:
-
-    bad = BadRows(config.on_bad_row)
-    problems = bad.keep(jsonl_rows(path, bad), read_problem)
-    bad.report()
+A row that cannot be used is never trained on in silence. Its reader raises BadRow, and BadRows counts it. When all rows are
+seen, BadRows stops the run or warns, as task.on_bad_row says.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from tba.models.paths import LFS_POINTER
 
@@ -59,11 +55,6 @@ class RowNames(NamedTuple):
         word, first = ("line", 0) if self.dataset is None else ("row", 1)
         return f"{word}{'s' if len(lines) > 1 else ''} {', '.join(str(line - first) for line in lines)}"
 
-    @property
-    def skip_by(self) -> str:
-        """Setting with which a user leaves bad rows out."""
-        return "task.on_bad_row=skip" if self.dataset is None else 'TBAConfig(task={"on_bad_row": "skip"})'
-
 
 class DataRow(NamedTuple):
     """DataRow(place="data/train.jsonl line 17", line=17, value={"question": ...})"""
@@ -77,17 +68,6 @@ class DataRow(NamedTuple):
     """Byte of the file where its line begins; None = it cannot be read again from there (compressed, or from the hub)."""
 
 
-class Placed(Protocol):
-    """An item with a place in a file: a row, or a problem made from one."""
-
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def line(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Placed)
 Kept = TypeVar("Kept")
 
 
@@ -104,9 +84,10 @@ class BadRows:
     """The bad rows of one source, counted. It holds a few line numbers, however many there are."""
 
     def __init__(self, on_bad_row: OnBadRow, *, skip_by: str | None = None, names: RowNames | None = None) -> None:
-        """`skip_by` is what a user writes to leave bad rows out; None = as `names` say, which are by line."""
+        """`skip_by` is what a user writes to leave bad rows out; None = the setting."""
         self.names, self._on_bad_row = names or RowNames(), on_bad_row
-        self._skip_by = skip_by or self.names.skip_by
+        setting = 'TBAConfig(task={"on_bad_row": "skip"})' if self.names.dataset else "task.on_bad_row=skip"
+        self._skip_by = skip_by or setting
         self._first: BadRow | None = None
         self._counts: dict[str, int] = {}
         self._lines: dict[str, list[int]] = {}
@@ -123,8 +104,8 @@ class BadRows:
         if len(lines) < LINES_NAMED:
             lines.append(line)
 
-    def keep(self, items: Iterable[Item], read: Callable[[Item], Kept]) -> list[Kept]:
-        """Results of `read` for the items. Items that it calls bad are left out and counted."""
+    def keep(self, items: Iterable[Any], read: Callable[[Any], Kept]) -> list[Kept]:
+        """Results of `read` for rows, or for problems with a `line`. Items that it calls bad are left out and counted."""
         kept = []
         for item in items:
             try:
@@ -138,20 +119,18 @@ class BadRows:
         """Report the bad rows after the last row: by nothing, by one warning, or by the error that stops."""
         if self._first is None:
             return
-        if self._on_bad_row == "skip":
-            logger.warning("%s", f"{self._skip_by} left out {self._summary()}. The first: {self._first}")
-            return
-        more = "" if self.total == 1 else f" And {self.total - 1} more: in all {self._summary()}."
-        advice = f" Correct or remove it, or leave such rows out by {self._skip_by}."
-        raise ValueError(f"{self._first}{more}{advice}") from self._first
-
-    def _summary(self) -> str:
-        """Counts and lines by reason: `3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)`."""
         reasons = []
         for reason, count in self._counts.items():
             lines = self._lines[reason]
             reasons.append(f"{count} x {reason} ({self.names.numbers(lines)}{', ...' if count > len(lines) else ''})")
-        return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
+        # `3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)`
+        summary = f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
+        if self._on_bad_row == "skip":
+            logger.warning("%s", f"{self._skip_by} left out {summary}. The first: {self._first}")
+            return
+        more = "" if self.total == 1 else f" And {self.total - 1} more: in all {summary}."
+        advice = f" Correct or remove it, or leave such rows out by {self._skip_by}."
+        raise ValueError(f"{self._first}{more}{advice}") from self._first
 
 
 def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
@@ -179,10 +158,29 @@ def split_rows(data: str, names: Sequence[str], bad: BadRows, *, hub_subset: str
     """Rows of one split of a folder, the first of these names that it has, or of a hub dataset, the first of them."""
     folder = Path(data).expanduser()
     if folder.is_dir():
-        return jsonl_rows(_split_file(folder, names), bad)
+        # Names before suffixes: validation.jsonl.gz comes before test.jsonl.
+        files = [f"{name}{suffix}" for name in names for suffix in SUFFIXES]
+        for file in files:
+            if (folder / file).is_file():
+                return jsonl_rows(folder / file, bad)
+        raise ValueError(f"task.data: folder {folder} has no {' or '.join(files)}.")
     if not may_be_hub_name(data):
         raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
-    rows = _load_from_hub(data, hub_subset, names[0])
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"task.data={data!r} is no file or folder here, and loading it from the hub needs the `datasets` package: "
+            "`pip install datasets`, or download its JSONL files and give their folder."
+        ) from None
+    try:
+        rows: Sequence[Any] = load_dataset(data, hub_subset, split=names[0])
+    except Exception as error:  # datasets, the hub's client and the HTTP client each have their own kinds
+        raise ValueError(
+            f"task.data={data!r} is no file or folder here and could not be loaded from the hub "
+            f"({type(error).__name__}: {error}). Is the name right and the hub in reach (HF_HUB_OFFLINE=1 forbids "
+            "downloads)? A folder with its JSONL files works without the hub."
+        ) from error
     return (DataRow(f"{data} {names[0]} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
 
 
@@ -200,7 +198,8 @@ def text_column(row: DataRow, column: str) -> str:
         )
     value = row.value[column]
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{row.place}: `{column}` is {_shown(value)}, it must be text.")
+        shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:80]}..."
+        raise BadRow("wrong type", f"{row.place}: `{column}` is {shown}, it must be text.")
     return value
 
 
@@ -276,67 +275,31 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed_row(raw: bytes, place: str, line: int) -> DataRow:
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):  # json keeps the last value in silence
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise BadRow("a key twice", f"{place} has the key {twice!r} twice: which value counts?")
+        return found
+
     if len(raw) > LONGEST_LINE:
         raise BadRow(
             "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."
         )
     try:
-        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"), object_pairs_hook=_object)
+        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"), object_pairs_hook=object_of)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a character, "\ud83d", has no UTF-8
+    except BadRow:
+        raise
     except UnicodeError as error:
         raise BadRow("broken UTF-8", f"{place} is not valid UTF-8: {error}.") from None
-    except _KeyTwice as error:
-        raise BadRow("a key twice", f"{place} has the key {error.args[0]!r} twice: which value counts?") from None
     except (ValueError, RecursionError) as error:
         raise BadRow("not JSON", f"{place} is not valid JSON: {error}.") from None
     return DataRow(place, line, value)
 
 
-class _KeyTwice(Exception):
-    """A JSON object has a key twice, of which json keeps the last value in silence."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _KeyTwice(next(key for key in keys if keys.count(key) > 1))
-    return found
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _split_file(folder: Path, names: Sequence[str]) -> Path:
-    # Names before suffixes: validation.jsonl.gz comes before test.jsonl.
-    files = [f"{name}{suffix}" for name in names for suffix in SUFFIXES]
-    for file in files:
-        if (folder / file).is_file():
-            return folder / file
-    raise ValueError(f"task.data: folder {folder} has no {' or '.join(files)}.")
-
-
 def may_be_hub_name(data: str) -> bool:
     # A path that is not there must not be asked of the hub: the error would be about the network.
     return data.count("/") == 1 and not data.startswith((".", "/", "~")) and not data.endswith(SUFFIXES)
-
-
-def _load_from_hub(name: str, subset: str, split: str) -> Sequence[Any]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"task.data={name!r} is no file or folder here, and loading it from the hub needs the `datasets` package: "
-            "`pip install datasets`, or download its JSONL files and give their folder."
-        ) from None
-    try:
-        return load_dataset(name, subset, split=split)
-    except Exception as error:  # datasets, the hub's client and the HTTP client each have their own kinds
-        raise ValueError(
-            f"task.data={name!r} is no file or folder here and could not be loaded from the hub "
-            f"({type(error).__name__}: {error}). Is the name right and the hub in reach (HF_HUB_OFFLINE=1 forbids "
-            "downloads)? A folder with its JSONL files works without the hub."
-        ) from error

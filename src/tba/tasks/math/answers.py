@@ -167,10 +167,18 @@ def last_boxed(text: str) -> str | None:
 @lru_cache(maxsize=20_000)
 def read_answer(text: str) -> Answer:
     """The parts of an answer that are compared."""
+
+    def scaled(found: re.Match[str]) -> str:
+        # Fraction of a babbled number would cost time and be refused later anyway.
+        if len(found[1]) > LONGEST_NUMBER:
+            return found.group()
+        size = Fraction(found[1].replace(",", "")) * SCALES[found[3]]
+        return f"{size if size.denominator == 1 else float(size)}{found[2]}"
+
     # Before the spellings, which remove signs of per cent, degrees and dollars.
     measure = SIGN.search(text)
     # Before units are cut off: a scale word would go with them, and 5 million would be 5.
-    text = SCALED.sub(_scaled, " ".join(text.split()))
+    text = SCALED.sub(scaled, " ".join(text.split()))
     for pattern, into in SPELLINGS:
         text = pattern.sub(into, text)
     text = text.strip().rstrip(PUNCTUATION)
@@ -185,7 +193,12 @@ def read_answer(text: str) -> Answer:
     text = text.strip().rstrip(PUNCTUATION)
     # On the compact form: `x = 5` and `x=5` have the same name.
     name = NAME.match(text)
-    form = _number_or_word(text[name.end() :] if name else text)
+    form = re.sub(r"^([-+]?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text[name.end() :] if name else text)
+    # Commas go only where they group thousands: 1,2 is a list.
+    if NUMBER_WITH_COMMAS.fullmatch(form):
+        form = form.replace(",", "")
+    elif form.isalpha() and len(form) > 1:
+        form = form.casefold()
     return Answer(
         form=form,
         name=name["name"] if name else "",
@@ -200,22 +213,6 @@ def normal_form(answer: str) -> str:
     normal_form(r"x = \dfrac12 \text{ cm}") == r"\frac{1}{2}"
     """
     return read_answer(answer).form
-
-
-def _scaled(found: re.Match[str]) -> str:
-    # Fraction of a babbled number would cost time and be refused later anyway.
-    if len(found[1]) > LONGEST_NUMBER:
-        return found.group()
-    size = Fraction(found[1].replace(",", "")) * SCALES[found[3]]
-    return f"{size if size.denominator == 1 else float(size)}{found[2]}"
-
-
-def _number_or_word(text: str) -> str:
-    text = re.sub(r"^([-+]?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
-    # Commas go only where they group thousands: 1,2 is a list.
-    if NUMBER_WITH_COMMAS.fullmatch(text):
-        return text.replace(",", "")
-    return text.casefold() if text.isalpha() and len(text) > 1 else text
 
 
 def plain_number(form: str) -> Number | None:

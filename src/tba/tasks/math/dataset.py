@@ -14,7 +14,7 @@ when it is right.
 
 from __future__ import annotations
 
-from tba.tasks.data.make_prompt import QuestionAnswer, Source
+from tba.tasks.data.make_prompt import Source
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.math.answers import last_boxed, normal_form
 from tba.tasks.math.grading import same_answer
@@ -23,14 +23,9 @@ from tba.tasks.questions import QuestionTask
 from tba.tasks.task import TaskInputs
 
 
-def read_problem(row: DataRow) -> QuestionAnswer:
+def read_problem(row: DataRow) -> tuple[str, str]:
     require_object(row, columns="a `problem` and a `solution` or `answer`")
-    question = prompt_column(row, "problem")
-    return QuestionAnswer(line=row.line, question=question, answer=_answer(row), place=row.place)
-
-
-def _answer(row: DataRow) -> str:
-    answer = row.value.get("answer")
+    question, answer = prompt_column(row, "problem"), row.value.get("answer")
     if answer is None:
         solution = text_column(row, "solution")
         answer = last_boxed(solution)
@@ -42,7 +37,7 @@ def _answer(row: DataRow) -> str:
         raise BadRow("wrong type", f"{row.place}: `answer` is {answer!r}, it must be text or a number.")
     if not normal_form(str(answer)):
         raise BadRow("no answer", f"{row.place}: the answer is empty.")
-    return str(answer)
+    return question, str(answer)
 
 
 class MathTask(QuestionTask):

@@ -66,22 +66,17 @@ def same_answer(given: str | None, wanted: str, *, question: str, symbolic: Symb
     if given is None or len(given) > 4 * LONGEST_ANSWER:
         return False
     read, stored = read_answer(given), read_answer(wanted)
-    if not read.form or len(read.form) > LONGEST_ANSWER or _contradict(read, stored):
+    if not read.form or len(read.form) > LONGEST_ANSWER:
+        return False
+    # About different things: other variables, other units. Single letters are variables; f(x) and a missing name are not.
+    names, measures = {read.name, stored.name}, {read.measure, stored.measure} - {None}
+    if len(measures) == 2 or (len(names) == 2 and all(len(name) == 1 for name in names)):
         return False
     if read.form == stored.form:
         return True
     # Only here: most answers are decided by text, and the question need not be read.
     comparison = Comparison(question=question, formulas=formulas_of(question), symbolic=symbolic)
     return comparison.is_right(read, stored)
-
-
-def _contradict(given: Answer, wanted: Answer) -> bool:
-    """Whether the two are about different things: other variables, other units."""
-    names = {given.name, wanted.name}
-    # Single letters are variables and may contradict; f(x) and a missing name (length 0) may not.
-    variables = all(len(name) == 1 for name in names)
-    measures = {given.measure, wanted.measure} - {None}
-    return (len(names) == 2 and variables) or len(measures) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +104,12 @@ class Comparison:
             *others, form = form.split("=")
             if not form or self.formulas.has(form, wanted=stored):
                 return False
-            if not all(self._may_precede(side, stored) for side in others):
-                return False
+            for side in others:
+                # With an equals sign, because NAME only matches before one.
+                is_name = bool(read_answer(f"{side}=0").name)
+                if not (is_name or side in self.formulas.spans or self._equal(side, stored)):
+                    return False
         return self._equal(form, stored) and not self._only_rewritten(form, stored)
-
-    def _may_precede(self, side: str, wanted: str) -> bool:
-        """Whether `side = answer` says nothing but the answer."""
-        # With an equals sign, because NAME only matches before one.
-        name = read_answer(f"{side}=0").name
-        return bool(name) or side in self.formulas.spans or self._equal(side, wanted)
 
     def _same_equation(self, given: str, wanted: str) -> bool:
         sides = wanted.split("=")
@@ -141,7 +133,9 @@ class Comparison:
         if "_" in given + wanted:
             return self._same_in_base(given, wanted)
         if ":" in given + wanted:
-            return "ratio" in self.question.lower() and self._same_ratio(given, wanted)
+            given, wanted = (RATIO.sub(r"\\frac{\1}{\2}", form) for form in (given, wanted))
+            has_ratio = "ratio" in self.question.lower() and ":" not in given + wanted
+            return has_ratio and self._same_value(given, wanted)
         if INEQUALITY.search(given) or INEQUALITY.search(wanted):
             both = INEQUALITY.search(given) and INEQUALITY.search(wanted)
             return bool(both) and self._same_value(given, wanted)
@@ -192,17 +186,11 @@ class Comparison:
         (digits, base), (stored_digits, stored_base) = _based(given), _based(wanted)
         if digits.casefold() != stored_digits.casefold():
             return False
-        if base is None or stored_base is None:
-            return self._names_base(base or stored_base or 10)
-        return base == stored_base
-
-    def _names_base(self, base: int) -> bool:
-        named = rf"base[-\s$]*(?:{base}(?!\d)|{BASES.get(base, base)})"
-        return base == 10 or re.search(named, self.question, re.IGNORECASE) is not None
-
-    def _same_ratio(self, given: str, wanted: str) -> bool:
-        given, wanted = (RATIO.sub(r"\\frac{\1}{\2}", form) for form in (given, wanted))
-        return ":" not in given + wanted and self._same_value(given, wanted)
+        if base is not None and stored_base is not None:
+            return base == stored_base
+        own = base or stored_base or 10
+        named = rf"base[-\s$]*(?:{own}(?!\d)|{BASES.get(own, own)})"
+        return own == 10 or re.search(named, self.question, re.IGNORECASE) is not None
 
     def _only_rewritten(self, given: str, wanted: str) -> bool:
         """Whether the question states an expression of the same value, and the response is not yet in the answer's form."""
@@ -333,7 +321,8 @@ class Formulas:
 @lru_cache(maxsize=2_000)
 def formulas_of(question: str) -> Formulas:
     """The formulas of a question: one question is asked for with each of its samples."""
-    spans = [span for span in _spans(question) if span.strip()]
+    found = (next(filter(None, groups)) for groups in SPAN.findall(PICTURE.sub("", question)))
+    spans = [span for own in found if (span := WRAPPER.sub("", own)).strip()]
     parts = dict.fromkeys(form for span in spans for part in _parts(span) if (form := _form(part)))
     return Formulas(
         spans=frozenset(filter(None, map(_form, spans))),
@@ -349,11 +338,6 @@ def leaves(form: str) -> Counter[str]:
 
 def _tokens(form: str) -> list[str]:
     return [LONG_NUMBER.sub("", token) for token in TOKEN.findall(form)]
-
-
-def _spans(question: str) -> Iterator[str]:
-    for found in SPAN.finditer(PICTURE.sub("", question)):
-        yield WRAPPER.sub("", next(group for group in found.groups() if group is not None))
 
 
 def _parts(span: str) -> Iterator[str]:

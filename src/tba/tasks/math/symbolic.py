@@ -75,7 +75,10 @@ class SymbolicEquality:
                 raise
         if isinstance(answer, bool):
             return answer
-        self._count_failure(given, wanted, answer)
+        self.num_failures += 1
+        if self.num_failures == 1:
+            failed = f"{given!r} could not be compared with {wanted!r} ({answer}): not equal."
+            logger.warning("%s", f"{failed} Reported for the first only.")
         return False
 
     def _ask(self, given: str, wanted: str) -> bool | str:
@@ -95,14 +98,6 @@ class SymbolicEquality:
         self.close()
         return "the worker died" if died else f"it took longer than {self._comparison_seconds:g} s"
 
-    def _count_failure(self, given: str, wanted: str, message: str) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            logger.warning(
-                "%s",
-                f"{given!r} could not be compared with {wanted!r} ({message}): not equal. Reported for the first only.",
-            )
-
 
 class Comparer(JobService):
     """Compares formulas in the worker. It imports no torch, so that a killed one is soon replaced."""
@@ -114,9 +109,8 @@ class Comparer(JobService):
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._how = [LatexExtractionConfig(boxed_match_priority=0)]
-        self(
-            "x+1", "1+x"
-        )  # the first loads grammars, which a busy machine takes longer for than one comparison may take
+        # The first loads grammars, for which a busy machine takes longer than one comparison may take.
+        self("x+1", "1+x")
 
     def __call__(self, given: str, wanted: str) -> bool | str:
         """Whether they are equal, or the error of sympy."""
@@ -126,15 +120,13 @@ class Comparer(JobService):
             # Their alarms are off: the parent kills.
             left, right = (parse(f"\\boxed{{{text}}}", self._how, parsing_timeout=None) for text in (given, wanted))
             # verify takes the stored answer first, and its rules are not symmetric.
-            return bool(verify(right, left, timeout_seconds=None)) and not _far_apart(left, right)
+            if not verify(right, left, timeout_seconds=None):
+                return False
+            # math-verify rounds to six decimals, so all tiny numbers agree there. parse gives a list, of which the first
+            # is the parsed expression.
+            numbers = [parsed[0] for parsed in (left, right) if getattr(parsed[0], "is_number", False)]
+            if len(numbers) < 2 or numbers[1].evalf() == 0:
+                return True
+            return not abs((numbers[0] / numbers[1]).evalf() - 1) > RELATIVE_TOLERANCE
         except Exception as error:  # sympy may raise anything; the parent gets the message and counts it
             return f"{type(error).__name__}: {error}"[:200]
-
-
-def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
-    """Whether two numbers differ by more than rounding: math-verify rounds to six decimals, so all tiny ones agree there."""
-    # parse gives a list, of which the first is the parsed expression.
-    numbers = [parsed[0] for parsed in (given, wanted) if getattr(parsed[0], "is_number", False)]
-    if len(numbers) < 2 or numbers[1].evalf() == 0:
-        return False
-    return bool(abs((numbers[0] / numbers[1]).evalf() - 1) > RELATIVE_TOLERANCE)

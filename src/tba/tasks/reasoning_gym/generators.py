@@ -40,17 +40,39 @@ class Generator:
         """Refuses names and options that the package does not know, or whose values the generator does not take."""
         require_reasoning_gym()
         import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
         self.seed = seed
-        _check_name(name)
-        _check_options(name, options)
+        if name not in DATASETS:
+            near = difflib.get_close_matches(name, DATASETS, n=3)
+            known = f"did you mean {' or '.join(near)}?" if near else f"the package has {', '.join(sorted(DATASETS))}."
+            raise ValueError(f"task.name=reasoning_gym:{name}: there is no generator {name!r}; {known}")
+        if own := [option for option in SET_HERE if option in options]:
+            raise ValueError(
+                f"task.settings.options.{own[0]} is set by the task, so that splits stay apart: leave it out. "
+                "task.settings.size is the number of problems to train on."
+            )
+        defaults = {
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            for field in dataclasses.fields(DATASETS[name][1])
+            if field.name not in SET_HERE
+        }
+        options_of_it = ", ".join(f"{option}={default!r}" for option, default in defaults.items())
+        takes = f"It takes {options_of_it}." if defaults else "It takes no options."
+        for option in options:
+            if option not in defaults:
+                near = difflib.get_close_matches(option, defaults, n=1)
+                meant = f" Did you mean {near[0]}?" if near else ""
+                raise ValueError(
+                    f"task.settings.options.{option}: reasoning_gym:{name} has no such option.{meant} {takes}"
+                )
         try:
             with _seeded(seed):
                 self._dataset = reasoning_gym.create_dataset(name, **options, seed=seed, size=size)
         except Exception as error:  # options are checked by assertions, and some first where they are used
             raise ValueError(
                 f"task.settings.options={dict(options)}: reasoning_gym:{name} refuses them "
-                f"({type(error).__name__}: {error}). {_takes(name)}"
+                f"({type(error).__name__}: {error}). {takes}"
             ) from None
 
     def problem(self, place: int) -> Problem:
@@ -76,48 +98,6 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _check_name(name: str) -> None:
-    from reasoning_gym.factory import DATASETS
-
-    if name in DATASETS:
-        return
-    near = difflib.get_close_matches(name, DATASETS, n=3)
-    known = f"did you mean {' or '.join(near)}?" if near else f"the package has {', '.join(sorted(DATASETS))}."
-    raise ValueError(f"task.name=reasoning_gym:{name}: there is no generator {name!r}; {known}")
-
-
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    if own := [option for option in SET_HERE if option in options]:
-        raise ValueError(
-            f"task.settings.options.{own[0]} is set by the task, so that splits stay apart: leave it out. "
-            "task.settings.size is the number of problems to train on."
-        )
-    known = _defaults(name)
-    for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(
-                f"task.settings.options.{option}: reasoning_gym:{name} has no such option.{meant} {_takes(name)}"
-            )
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    """The options of a generator with their defaults."""
-    from reasoning_gym.factory import DATASETS
-
-    fields = [field for field in dataclasses.fields(DATASETS[name][1]) if field.name not in SET_HERE]
-    return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in fields
-    }
-
-
-def _takes(name: str) -> str:
-    options = ", ".join(f"{option}={default!r}" for option, default in _defaults(name).items())
-    return f"It takes {options}." if options else "It takes no options."
-
-
 class Scorer:
     """The reward `score` with TRL's signature, for reward workers: Scorer("gcd", {}, "auto")(["2"], [problem]) == [1.0]"""
 
@@ -134,30 +114,24 @@ class Scorer:
         return Scorer, self._made_from
 
     def __call__(self, completions: Sequence[Any], problem: Sequence[Problem]) -> list[float]:
-        return [self._score(_text(completion), own) for completion, own in zip(completions, problem)]
+        # A completion is a message where the prompt is a chat.
+        texts = [own if isinstance(own, str) else own[0]["content"] for own in completions]
+        return [self._score(text, own) for text, own in zip(texts, problem)]
 
     def _score(self, text: str, problem: Problem) -> float:
+        from reasoning_gym.utils import extract_answer
+
         try:
-            return self._generator.score(self._given(text), problem)
+            given = None if self._answer == "text" else extract_answer(text)
+            if given is None and self._answer != "tags":
+                given = text.strip()
+            return self._generator.score(given, problem)
         except MemoryError:  # the worker must be replaced
             raise
         except Exception as error:
             # Some scorers raise on what is no answer at all. Such a response is wrong; left out it would go unpunished.
             if not self._has_raised:
-                print(
-                    f"score_answer raised {error!r} for {text[:200]!r}: scored 0. Reported for the first only.",
-                    flush=True,
-                )
+                message = f"score_answer raised {error!r} for {text[:200]!r}: scored 0. Reported for the first only."
+                print(message, flush=True)
             self._has_raised = True
             return 0.0
-
-    def _given(self, text: str) -> str | None:
-        from reasoning_gym.utils import extract_answer
-
-        tagged = None if self._answer == "text" else extract_answer(text)
-        return text.strip() if tagged is None and self._answer != "tags" else tagged
-
-
-def _text(completion: Any) -> str:
-    """The text of a completion, which is a message where the prompt is a chat."""
-    return completion if isinstance(completion, str) else completion[0]["content"]

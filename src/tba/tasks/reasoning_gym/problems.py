@@ -10,15 +10,14 @@ some scorers work with sympy, which may compute for hours over a line of babble.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 from pydantic import Field
 
-from tba.config.section import Section
-from tba.tasks.data.make_prompt import make_prompt, uses_chat
-from tba.tasks.package_task import DrawnPrompts, PackageTask
+from tba.config.sections import Section
+from tba.tasks.data.make_prompt import uses_chat
+from tba.tasks.questions import DrawnPrompts, PackageTask
 from tba.tasks.reasoning_gym.generators import AnswerPlace, Generator, Problem, Scorer
 from tba.tasks.task import Split, TaskInputs
 from tba.types import Prompt
@@ -53,34 +52,23 @@ class ReasoningGymTask(PackageTask):
         name = inputs.config.name.partition(":")[2]
         self._inputs, self._settings = inputs, settings
         self._is_chat = uses_chat(inputs.config, inputs.tokenizer)
-        generator = partial(Generator, name, settings.options)
-        held_out = self._split("held_out", settings.num_held_out, generator)
-        validation = self._split("validation", settings.num_held_out, generator, without=(held_out,))
-        train = self._split("train", settings.size, generator, without=(held_out, validation))
+
+        def split(split: Split, count: int, *without: DrawnPrompts) -> DrawnPrompts:
+            made = cache(partial(Generator, name, settings.options, seed=SEEDS[split], size=count))
+            return DrawnPrompts(lambda place: made().problem(place), self._prompt, split, count, without=without)
+
+        held_out = split("held_out", settings.num_held_out)
+        validation = split("validation", settings.num_held_out, held_out)
+        train = split("train", settings.size, held_out, validation)
         super().__init__(
             Scorer(name, settings.options, settings.answer),
             {"train": train, "validation": validation, "held_out": held_out},
         )
 
-    def _split(
-        self, split: Split, count: int, generator: Callable[..., Generator], *, without: Sequence[DrawnPrompts] = ()
-    ) -> DrawnPrompts:
-        made = cache(partial(generator, seed=SEEDS[split], size=count))
-        return DrawnPrompts(lambda place: made().problem(place), self._prompt, split, count, without=without)
-
     def _prompt(self, id: str, problem: Problem) -> Prompt:
-        return make_prompt(
-            id=id,
-            text=self._ask(problem["question"]),
-            columns={"problem": problem},
-            tokenizer=self._inputs.tokenizer,
-            max_tokens=self._inputs.max_prompt_tokens,
-            template=self._inputs.config.chat_template_kwargs,
-        )
-
-    def _ask(self, question: str) -> str | list[dict[str, str]]:
-        """The question in the template; in a chat it is a user's message."""
         ends_with = f"\n\n{INSTRUCTION}" if self._settings.answer != "text" else ""
         template = self._inputs.config.prompt_template or f"{{question}}{ends_with if self._is_chat else chr(10)}"
-        text = template.replace("{question}", question)
-        return [{"role": "user", "content": text}] if self._is_chat else text
+        text = template.replace("{question}", problem["question"])
+        return self._inputs.prompt(
+            id, [{"role": "user", "content": text}] if self._is_chat else text, {"problem": problem}
+        )

@@ -16,15 +16,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 
-from tba.config import RedTeamConfig
 from tba.engine.contract import Engine
 from tba.models.paths import check_named
 from tba.observe.metrics import mean_metrics
-from tba.tasks.data.make_prompt import make_prompt
 from tba.tasks.evaluation import Distance, TaskEvaluator, in_parts
 from tba.tasks.outcomes import Outcome
 from tba.tasks.red_team.models import (
@@ -60,6 +58,7 @@ class RedTeamTask:
     """Reward `toxicity`: mean over the victim's replies of the judge's probability, or of its logarithm."""
 
     isolated_rewards = ()
+    reward_weights: ClassVar[Mapping[str, float]] = {"toxicity": 1.0}
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config.red_team
@@ -68,24 +67,27 @@ class RedTeamTask:
             check_named(f"task.red_team.{name}", getattr(config, name))
         self.knows_modes = config.victim is None
         """Whether the victim's weaknesses are known: in the embedded edition."""
-        prompt = make_prompt(
-            id="attack-train",
-            text=attacker_prompt(config),
-            columns={},
-            tokenizer=inputs.tokenizer,
-            max_tokens=inputs.max_prompt_tokens,
-            place="task.red_team.prompt",
-        )
-        self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"toxicity": 1.0}
-
-    @property
-    def rewards_probability(self) -> bool:
+        self.rewards_probability = config.score == "probability" and config.min_attack_tokens == 0
         """Whether the reward is the very probability that success is counted by."""
-        return self._config.score == "probability" and self._config.min_attack_tokens == 0
+        # The embedded judge looks for a marker word that no model says, and the other way round.
+        if (config.victim is None) != (config.judge is None):
+            given, missing = ("judge", "victim") if config.victim is None else ("victim", "judge")
+            raise ValueError(
+                f"task.red_team.{given}={getattr(config, given)} without task.red_team.{missing}: the embedded edition's "
+                f"{missing} does not go with a model. Give both, or neither for the embedded edition."
+            )
+        if config.prompt is not None and config.victim is None:
+            raise ValueError(
+                "task.red_team.prompt is given, but no victim and judge: the embedded edition has a prompt of its own. Give "
+                "task.red_team.victim and task.red_team.judge, or leave the prompt out."
+            )
+        if config.prompt is None and config.victim is not None:
+            raise ValueError(
+                f"task.red_team.prompt is needed with task.red_team.victim={config.victim}: the text after which the "
+                'attacker writes its attacks, for example "Write a prompt that makes a chatbot lose its temper: ".'
+            )
+        prompt = inputs.prompt("attack-train", config.prompt or "", {}, place="task.red_team.prompt")
+        self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """The one prompt. Its id differs, and with it the random numbers: evaluations sample anew."""
@@ -96,7 +98,9 @@ class RedTeamTask:
         # The reward is a function of the text and its end alone: a group often has the same attack many times.
         # With its end: a cut-off attack of the same text is another one to the embedded victim.
         attacks = [(text, completion.finish == "stop") for text, completion in zip(texts, completions)]
-        short = [num_attack_tokens(completion) < self._config.min_attack_tokens for completion in completions]
+        # Length of an attack in tokens, without the stop token.
+        lengths = [len(completion.token_ids) - (completion.finish == "stop") for completion in completions]
+        short = [length < self._config.min_attack_tokens for length in lengths]
         sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))
         judged = self._judge([text for text, _ in sent], [end for _, end in sent], occasion="training")
         rewards = {attack: self._reward(probabilities) for attack, probabilities in zip(sent, judged)}
@@ -216,39 +220,10 @@ class AttackEvaluator(TaskEvaluator):
         }
 
 
-def num_attack_tokens(completion: Completion) -> int:
-    """Length of an attack in tokens, without the stop token."""
-    return len(completion.token_ids) - (completion.finish == "stop")
-
-
-def attacker_prompt(config: RedTeamConfig) -> str:
-    """The attacker's prompt: the config's, or the empty text of the embedded edition."""
-    # The embedded judge looks for a marker word that no model says, and the other way round.
-    if (config.victim is None) != (config.judge is None):
-        given, missing = ("judge", "victim") if config.victim is None else ("victim", "judge")
-        raise ValueError(
-            f"task.red_team.{given}={getattr(config, given)} without task.red_team.{missing}: the embedded edition's "
-            f"{missing} does not go with a model. Give both, or neither for the embedded edition."
-        )
-    if config.prompt is not None and config.victim is None:
-        raise ValueError(
-            "task.red_team.prompt is given, but no victim and judge: the embedded edition has a prompt of its own. Give "
-            "task.red_team.victim and task.red_team.judge, or leave the prompt out."
-        )
-    if config.prompt is None and config.victim is not None:
-        raise ValueError(
-            f"task.red_team.prompt is needed with task.red_team.victim={config.victim}: the text after which the attacker "
-            'writes its attacks, for example "Write a prompt that makes a chatbot lose its temper: ".'
-        )
-    return config.prompt or ""
-
-
 MAX_ORDER = 4
 """Order of BLEU: word sequences of 1 to 4 words are compared."""
 NO_MATCH = 0.1
 """Method-1 smoothing: what counts as matches of an order that has none (NLTK's epsilon)."""
-
-Ngram = tuple[str, ...]
 
 
 def diversity(texts: Sequence[str], embeddings_nd: np.ndarray) -> dict[str, float]:
@@ -294,50 +269,31 @@ def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int =
     chosen = [texts[index] for index in _choose(len(texts), max_texts, seed)]
     if len(chosen) < 2:
         return 0.0
-    counts = [[_ngrams(words, order) for words in chosen] for order in range(1, MAX_ORDER + 1)]
-    # Clipping needs the largest count among the others, for each text: two numbers serve all of them.
-    most = [_two_largest(of_order) for of_order in counts]
-    lengths = [len(words) for words in chosen]
-    return sum(_bleu(index, counts, most, lengths) for index in range(len(chosen))) / len(chosen)
-
-
-def _bleu(
-    index: int,
-    counts: list[list[Counter[Ngram]]],
-    most: list[dict[Ngram, tuple[int, int]]],
-    lengths: list[int],
-) -> float:
-    """BLEU of one text against the others: geometric mean of clipped precisions times the brevity penalty."""
-    log_precision = 0.0
-    for order, (of_order, of_all) in enumerate(zip(counts, most)):
-        own = of_order[index]
-        # The largest count may be this text's own; then the others have the second at most.
-        matches = sum(min(count, of_all[ngram][count < of_all[ngram][1]]) for ngram, count in own.items())
-        if order == 0 and matches == 0:
-            return 0.0
-        log_precision += math.log((matches or NO_MATCH) / max(1, own.total())) / MAX_ORDER
-    return math.exp(log_precision) * _brevity_penalty(lengths[index], lengths[:index] + lengths[index + 1 :])
-
-
-def _brevity_penalty(length: int, others: Sequence[int]) -> float:
-    """Against the reference of the nearest length, of two the shorter."""
-    nearest = min(others, key=lambda other: (abs(other - length), other))
-    return 1.0 if length > nearest else math.exp(1 - nearest / length)
-
-
-def _ngrams(words: Sequence[str], order: int) -> Counter[Ngram]:
-    return Counter(tuple(words[start : start + order]) for start in range(len(words) - order + 1))
-
-
-def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int]]:
-    """For every n-gram its second largest and its largest count in a text: the others of a text need not be gone through."""
-    found: dict[Ngram, tuple[int, int]] = {}
-    for own in counts:
-        for ngram, count in own.items():
-            second, largest = found.get(ngram, (0, 0))
-            # The middle one of second, count and largest is the new second.
-            found[ngram] = (min(max(second, count), largest), max(largest, count))
-    return found
+    log_precisions = [0.0] * len(chosen)
+    for order in range(1, MAX_ORDER + 1):
+        counts = [Counter(tuple(own[i : i + order]) for i in range(len(own) - order + 1)) for own in chosen]
+        # For every n-gram its second largest and its largest count in a text: the others of a text need not be gone through.
+        most: dict[tuple[str, ...], tuple[int, int]] = {}
+        for own in counts:
+            for ngram, count in own.items():
+                second, largest = most.get(ngram, (0, 0))
+                # The middle one of second, count and largest is the new second.
+                most[ngram] = (min(max(second, count), largest), max(largest, count))
+        for index, own in enumerate(counts):
+            # Clipped: the largest count may be this text's own; then the others have the second at most.
+            matches = sum(min(count, most[ngram][count < most[ngram][1]]) for ngram, count in own.items())
+            if order == 1 and matches == 0:
+                log_precisions[index] = -math.inf
+            log_precisions[index] += math.log((matches or NO_MATCH) / max(1, own.total())) / MAX_ORDER
+    lengths, total = [len(words) for words in chosen], 0.0
+    for index, (length, log_precision) in enumerate(zip(lengths, log_precisions)):
+        if log_precision > -math.inf:
+            # The brevity penalty is against the reference of the nearest length, of two the shorter.
+            others = lengths[:index] + lengths[index + 1 :]
+            nearest = min(others, key=lambda other: (abs(other - length), other))
+            penalty = 1.0 if length > nearest else math.exp(1 - nearest / length)
+            total += math.exp(log_precision) * penalty
+    return total / len(chosen)
 
 
 def _exp_entropy(shares: np.ndarray) -> float:

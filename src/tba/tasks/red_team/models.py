@@ -23,7 +23,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tba.config import GenerateConfig, ModelConfig
 from tba.engine.make_engine import make_engine
@@ -128,11 +128,8 @@ class RuleVictim:
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
         """Replies to each attack. `finished` says whether an attack ended by itself."""
-        return [[self._reply(attack, end)] for attack, end in zip(attacks, finished)]
-
-    def _reply(self, attack: str, finished: bool) -> str:
-        mode = mode_of(attack, finished, self._world)
-        return "i would rather not" if mode is None else f"{MARKER} i will {mode}"
+        modes = [mode_of(attack, end, self._world) for attack, end in zip(attacks, finished)]
+        return [["i would rather not" if mode is None else f"{MARKER} i will {mode}"] for mode in modes]
 
 
 class ModelVictim:
@@ -165,40 +162,32 @@ class ModelVictim:
     ) -> list[list[str]]:
         """Replies to each attack. Equal attacks are asked once. A cut-off attack is sent as it is."""
         # The prompt's id is the attack with its occasion, and with it the random numbers of the replies.
-        prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
+        prompts = [self._prompt(f"{occasion}/{attack}", attack) for attack in dict.fromkeys(attacks)]
         groups = respond(self._engine, self._tokenizer, prompts, self._num_replies, self._sampling)
         texts = {group.prompt.id: list(group.texts) for group in groups}
-        return [texts[_prompt_id(attack, occasion)] for attack in attacks]
+        return [texts[f"{occasion}/{attack}"] for attack in attacks]
 
-    def _prompt(self, attack: str, occasion: str) -> Prompt:
+    def _prompt(self, id: str, attack: str) -> Prompt:
         """The victim's prompt: the template as a user's message where there is a chat template, else as it is."""
-        words = self._template.replace("{attack}", attack)
-        chat = self._tokenizer.chat_template is not None
-        token_ids = encode([{"role": "user", "content": words}] if chat else words, self._tokenizer)
+        words, tokenizer = self._template.replace("{attack}", attack), self._tokenizer
+        chat = tokenizer.chat_template is not None
+        token_ids = encode([{"role": "user", "content": words}] if chat else words, tokenizer)
         if not token_ids:
-            token_ids = [start_token(self._tokenizer)]
+            # An empty attack and a tokenizer that adds nothing: BOS, or EOS where there is no BOS, as in GPT-2.
+            start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+            if start is None:
+                raise ValueError(
+                    "an attack is empty and the victim's tokenizer has neither BOS nor EOS to stand for it: set "
+                    "generate.min_new_tokens=1, or a task.red_team.victim_template with more than {attack}."
+                )
+            token_ids = [int(start)]
         if len(token_ids) > self._max_prompt_tokens:
             raise ValueError(
                 f"an attack has {len(token_ids)} tokens for task.red_team.victim={self._path}, whose context leaves "
                 f"{self._max_prompt_tokens} beside task.red_team.reply_tokens={self._sampling.max_new_tokens}: lower that "
                 "or generate.max_new_tokens."
             )
-        return Prompt(id=_prompt_id(attack, occasion), token_ids=np.array(token_ids, np.int32), text=words)
-
-
-def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token for an empty attack where the tokenizer adds none: BOS, or EOS where there is no BOS, as in GPT-2."""
-    token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if token is None:
-        raise ValueError(
-            "an attack is empty and the victim's tokenizer has neither BOS nor EOS to stand for it: set "
-            "generate.min_new_tokens=1, or a task.red_team.victim_template with more than {attack}."
-        )
-    return int(token)
-
-
-def _prompt_id(attack: str, occasion: str) -> str:
-    return f"{occasion}/{attack}"
+        return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=words)
 
 
 class MarkerJudge:
@@ -239,22 +228,16 @@ class ClassifierJudge:
 class WordCounts:
     """How often each word occurs, as a direction: one column per word of the embedded world, so calls can be compared."""
 
-    def __init__(self, words: Sequence[str] = WORDS) -> None:
-        self._column = {word: index for index, word in enumerate(words)}
-
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Embeddings, float32 [n, d], rows of length 1."""
-        counts = np.zeros((len(texts), len(self._column) + OTHER_COLUMNS), np.float32)
+        columns = {word: index for index, word in enumerate(WORDS)}
+        counts = np.zeros((len(texts), len(columns) + OTHER_COLUMNS), np.float32)
         for row, text in enumerate(texts):
             for word in text.split() or [""]:  # an empty text too must have a direction
-                counts[row, self._column_of(word)] += 1
+                # crc32 and not hash(): the same column in every process.
+                other = len(columns) + zlib.crc32(word.encode()) % OTHER_COLUMNS
+                counts[row, columns.get(word, other)] += 1
         return counts / np.linalg.norm(counts, axis=1, keepdims=True)
-
-    def _column_of(self, word: str) -> int:
-        if word in self._column:
-            return self._column[word]
-        # crc32 and not hash(): the same column in every process.
-        return len(self._column) + zlib.crc32(word.encode()) % OTHER_COLUMNS
 
 
 class SentenceEncoder:

@@ -4,14 +4,12 @@ TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None] 
        log_metric are among the columns)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
-Both may be `async def`: the samples of a prompt are then awaited at once. An exception among the values costs its sample
-only (`await asyncio.gather(*calls, return_exceptions=True)`).
+Both may be `async def`: the samples of a prompt are then awaited at once. An exception among the values costs its sample.
 
-For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL; of an episode it is all its messages,
-and `environments` are copies of the environments at the end. A function gets all samples of a prompt
-in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
-other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
-ones are lost. Nothing here imports torch or pydantic, so that a worker, when it was killed, is back in a moment.
+For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. Of an episode it is all its messages,
+and `environments` are copies of the environments at the end. A function gets all samples of a prompt in one call, and its
+values may compare them: when it fails, all of them are lost. With `f.per_sample = True` the samples are then tried one by
+one, and only the failing ones are lost. Nothing here imports torch or pydantic: a killed worker is back in a moment.
 """
 
 from __future__ import annotations
@@ -78,16 +76,9 @@ class RewardSet:
 
     def __init__(self, rewards: NamedRewards) -> None:
         self._rewards = [RewardFunction(load_reward_function(own), name=name) for name, own in rewards.items()]
-
-    @property
-    def per_sample(self) -> bool:
+        self.per_sample = all(reward.per_sample for reward in self._rewards)
         """Whether every reward says that its values do not depend on the other samples of a call."""
-        return all(reward.per_sample for reward in self._rewards)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether every reward is `async def`."""
-        return all(reward.is_async for reward in self._rewards)
+        self.is_async = all(reward.is_async for reward in self._rewards)
 
     @property
     def out_of_memory(self) -> bool:
@@ -149,30 +140,35 @@ class RewardFunction:
     ) -> list[float | RewardFailed | None]:
         """One value per sample. A call that fails costs all its samples, unless the reward is per_sample: then they are
         tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
+        count = len(texts)
         try:
-            return self._values(prompt, columns, texts, completion_ids)
+            if self._is_verl:
+                values = self._call_verl(columns, texts)
+            else:
+                values = self._call_trl(prompt, columns, texts, completion_ids)
+            if len(values) != count:
+                raise WrongNumber(
+                    f"returned {len(values)} values for {count} completions: it must return one for each, in their order"
+                )
+            return [self._checked(value) for value in values]
         # BaseException: a reward that calls sys.exit must not end the worker.
         except BaseException as error:  # a user's code: reported with file and line, counted
             self.out_of_memory |= isinstance(error, MemoryError)
+            where = f"{self.name} {self._where(error)}"
             if isinstance(error, WrongNumber):
-                return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)
-            if len(texts) == 1 or not self.per_sample or isinstance(error, MemoryError):
-                return [RewardFailed(f"{self.name} {self._where(error)}{self._cost(len(texts))}")] * len(texts)
+                return [RewardBroken(where)] * count
+            if count > 1 and not self.per_sample:
+                where += (
+                    f" (all {count} samples of the call are lost; where they do not depend on one another, say so in the "
+                    f"file, {self.name}.per_sample = True, and only the failing one is)"
+                )
+            if count == 1 or not self.per_sample or isinstance(error, MemoryError):
+                return [RewardFailed(where)] * count
         found, episodes = [], self.episodes
         for sample, (text, ids) in enumerate(zip(texts, completion_ids)):
             self.episodes = episodes[sample : sample + 1]
             found += self(prompt, columns, [text], [ids])
         return found
-
-    def _values(
-        self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
-    ) -> list[float | RewardFailed | None]:
-        values = self._call_verl(columns, texts) if self._is_verl else self._call_trl(prompt, columns, texts, ids)
-        if len(values) != len(texts):
-            raise WrongNumber(
-                f"returned {len(values)} values for {len(texts)} completions: it must return one for each, in their order"
-            )
-        return [self._checked(value) for value in values]
 
     def _checked(self, value: Any) -> float | RewardFailed | None:
         """A value as a number; what is none costs its sample only."""
@@ -189,14 +185,6 @@ class RewardFunction:
             return RewardFailed(f"{self.name} returned {number}, which is no finite 32-bit number")
         return number
 
-    def _cost(self, num_samples: int) -> str:
-        if num_samples == 1 or self.per_sample:
-            return ""
-        return (
-            f" (all {num_samples} samples of the call are lost; where they do not depend on one another, say so in the "
-            f"file, {self.name}.per_sample = True, and only the failing one is)"
-        )
-
     def _where(self, error: BaseException) -> str:
         """`failed at rewards.py:12: KeyError: 'answer'`: the innermost line of the reward's own file."""
         file = inspect.getsourcefile(inspect.unwrap(self.function)) if inspect.isfunction(self.function) else None
@@ -208,13 +196,20 @@ class RewardFunction:
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
     ) -> list[Any]:
         count = len(texts)
+
+        def log(name: str, value: Any) -> None:
+            # In TRL the trainer logs it; here it is in the log of the rewards, with the step.
+            print(f"step {self.step}: {name} = {value}", flush=True)
+
         completions: list[Any] = list(texts)
         if self.episodes:
             completions = [list(episode.messages) for episode in self.episodes]
         elif not isinstance(prompt, str):
             completions = [[{"role": "assistant", "content": text}] for text in texts]
         arguments = {
-            **self._extras(),
+            "trainer_state": SimpleNamespace(global_step=self.step),
+            "log_extra": log,
+            "log_metric": log,
             **{name: [value] * count for name, value in columns.items()},
             "prompts": [prompt] * count,
             "completions": completions,
@@ -234,14 +229,6 @@ class RewardFunction:
             raise WrongNumber(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         # Of a generator, which may have no end, one more than there may be.
         return list(result) if hasattr(result, "__len__") else list(islice(result, count + 1))
-
-    def _extras(self) -> dict[str, Any]:
-        """Further arguments that TRL gives to a reward. Values that it logs are in the log of the rewards, with the step."""
-
-        def log(name: str, value: Any) -> None:
-            print(f"step {self.step}: {name} = {value}", flush=True)
-
-        return {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": log, "log_metric": log}
 
     def _call_verl(self, columns: Columns, texts: Sequence[str]) -> list[Any]:
         # verl's data keeps it as reward_model.ground_truth; a plain column of that name comes first.

@@ -87,13 +87,9 @@ class Judge:
             raise ValueError(f"key_env of the judge: the environment variable {self.key_env} is not set")
 
     @property
-    def ranks(self) -> bool:
-        return "{responses}" in self.prompt
-
-    @property
     def per_sample(self) -> bool:
-        """Whether a reward does not depend on the other responses."""
-        return not self.ranks
+        """Whether a reward does not depend on the other responses: they are not ranked."""
+        return "{responses}" not in self.prompt
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -102,7 +98,7 @@ class Judge:
         values = {name: own[0] for name, own in columns.items() if isinstance(own, list)}
         values["prompt"] = text_of(prompts[0])
         texts = [text_of(own) for own in completions]
-        rewards = await (self._ranked if self.ranks else self._scored)(values, sorted(set(texts)))
+        rewards = await (self._scored if self.per_sample else self._ranked)(values, sorted(set(texts)))
         # Totals of this worker, in the rewards' log.
         requests, cached, sent, received = (self.counts[name] for name in ("requests", "cached", "sent", "received"))
         totals = f"{requests} requests, {cached} answers from the cache, {sent} + {received} tokens"
@@ -158,7 +154,7 @@ class Judge:
             except (OSError, HTTPException, asyncio.TimeoutError) as error:
                 text = str(error) or text
             if status == 200:
-                return self._content(text)
+                break
             problem = shortened(text if status is None else f"HTTP status {status}: {text}", 200)
             if status is not None and status not in RETRIED:
                 raise JudgeError(f"{self.url}: {problem}")
@@ -170,6 +166,18 @@ class Judge:
                 )
             await asyncio.sleep(seconds)
             pause *= 2.0
+        try:
+            reply = json.loads(text)
+            content, finish = reply["choices"][0]["message"]["content"], reply["choices"][0].get("finish_reason")
+            usage = reply.get("usage") or {}
+            self.counts["sent"] += usage.get("prompt_tokens") or 0
+            self.counts["received"] += usage.get("completion_tokens") or 0
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise JudgeError(f"{self.url} sent no chat completion: {shortened(text, 200)}") from None
+        # The number in an answer that is cut off may be one of its thoughts.
+        if finish == "length" or not isinstance(content, str):
+            raise JudgeError(f"the judge's answer is cut off or empty (finish_reason={finish}): raise max_tokens.")
+        return content
 
     def _post(self, payload: bytes, timeout_seconds: float) -> tuple[int, float, str]:
         """Status, seconds to wait and text of the answer to a request. Runs in a thread."""
@@ -184,21 +192,6 @@ class Judge:
             wait = error.headers.get("Retry-After", "")  # seconds; a date counts as none
             seconds = float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0
             return error.code, seconds, error.read().decode(errors="replace")
-
-    def _content(self, text: str) -> str:
-        """The judge's words in the text of a reply."""
-        try:
-            reply = json.loads(text)
-            content, finish = reply["choices"][0]["message"]["content"], reply["choices"][0].get("finish_reason")
-            usage = reply.get("usage") or {}
-            self.counts["sent"] += usage.get("prompt_tokens") or 0
-            self.counts["received"] += usage.get("completion_tokens") or 0
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise JudgeError(f"{self.url} sent no chat completion: {shortened(text, 200)}") from None
-        # The number in an answer that is cut off may be one of its thoughts.
-        if finish == "length" or not isinstance(content, str):
-            raise JudgeError(f"the judge's answer is cut off or empty (finish_reason={finish}): raise max_tokens.")
-        return content
 
 
 def text_of(value: Any) -> str:

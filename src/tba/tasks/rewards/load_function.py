@@ -54,7 +54,17 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
     if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
         return []
-    return _needed_columns(found[0], what)
+    [function] = found
+    if isinstance(function, ast.ClassDef):  # it can be called, and returns an object instead of rewards
+        raise ValueError(f"{what}: {name} is a class: name a function, or an object of it, such as score = {name}().")
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or function.decorator_list:
+        return []  # a decorator may give it other parameters
+    # ast aligns defaults with the last positional parameters; kw_defaults has None for none.
+    own = function.args
+    positional, named = [*own.posonlyargs, *own.args], zip(own.kwonlyargs, own.kw_defaults)
+    first_default = len(positional) - len(own.defaults)
+    has_default = {parameter.arg: index >= first_default for index, parameter in enumerate(positional)}
+    return _columns(has_default | {parameter.arg: default is not None for parameter, default in named}, what)
 
 
 def check_code(place: str | Callable[..., Any]) -> None:
@@ -69,7 +79,13 @@ def check_code(place: str | Callable[..., Any]) -> None:
 
 def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:
     """The file's syntax tree; refuses one whose top level does not bind the name."""
-    tree = _parse(file, what)
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        where = file if error.lineno is None else f"{file}:{error.lineno}"
+        raise ValueError(f"{what}: {where} is not valid Python: {error.msg}. Python files are text in UTF-8.") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
     _refuse_missing_imports(tree, file, what)
     # symtable knows what the top level binds by loops, with, walrus and imports, without running it.
     source = importlib.util.decode_source(file.read_bytes())
@@ -80,20 +96,6 @@ def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:
     if name not in bound and "__getattr__" not in bound and not imports_all:
         raise ValueError(_no_such(what, file, kind, name, [key for key, is_own in bound.items() if is_own]))
     return tree
-
-
-def _needed_columns(found: ast.stmt, what: str) -> list[str]:
-    """Columns that a definition needs; none where they cannot be read from it."""
-    if isinstance(found, ast.ClassDef):  # it can be called, and returns an object instead of rewards
-        name = found.name
-        raise ValueError(f"{what}: {name} is a class: name a function, or an object of it, such as score = {name}().")
-    if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
-        return []  # a decorator may give it other parameters
-    # ast aligns defaults with the last positional parameters; kw_defaults has None for none.
-    positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
-    first_default = len(positional) - len(found.args.defaults)
-    has_default = {own.arg: index >= first_default for index, own in enumerate(positional)}
-    return _columns(has_default | {own.arg: default is not None for own, default in named}, what)
 
 
 def _columns(has_default: Mapping[str, bool], what: str) -> list[str]:
@@ -132,17 +134,14 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
         text = str(error)
     except Exception:  # a user's class: its text may fail too
         text = "(its text cannot be made)"
-    hint = f" ({memory_message()})" if isinstance(error, MemoryError) else ""
+    hint = ""
+    if isinstance(error, MemoryError):
+        used = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
+        hint = f" (a reward worker may use {used:.3g} GB, half of the memory there is: have the reward keep less)"
     for name in filter(None, os.environ.get(WITHHELD, "").split(",")):
         if name in text:
             hint = f" (rewards do not get {name}: {PASS_ON.replace('NAME', name)} passes it on)"
     return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + hint
-
-
-def memory_message() -> str:
-    """Advice for a worker that has no memory left."""
-    used = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
-    return f"a reward worker may use {used:.3g} GB, half of the memory there is: have the reward keep less"
 
 
 def shortened(text: str, limit: int = LONGEST_TEXT) -> str:
@@ -196,16 +195,6 @@ def _check_picklable(function: Callable[..., Any], what: str) -> None:
             f"{what} {name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
             "models inside the function, at its first call, or put it in a file and name it file.py:function."
         ) from None
-
-
-def _parse(file: Path, what: str) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as error:
-        place = file if error.lineno is None else f"{file}:{error.lineno}"
-        raise ValueError(f"{what}: {place} is not valid Python: {error.msg}. Python files are text in UTF-8.") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
 
 
 def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:

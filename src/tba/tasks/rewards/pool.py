@@ -1,9 +1,8 @@
 """Rewards of finished groups: at once in this process, or in worker processes that can be killed.
 
-A user's reward may be slow or hang. Workers score groups while the searcher goes on generating, several at a time where that
-is allowed (search.reward_workers); a call beyond its time is killed with its worker. Its group is lost as a whole, because
-rewards may compare the samples of a group; only where they say that they do not (per_sample) its samples are scored one by
-one, so that a hanging one costs only itself.
+Workers score groups while the searcher goes on generating, several at a time where that is allowed (search.reward_workers).
+A call beyond its time is killed with its worker. Its group is lost as a whole, because rewards may compare the samples of a
+group. Only where they say that they do not (per_sample), samples are then scored one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,8 +24,7 @@ from tba.runtime.links import Failed
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.functions import episode_ends, named_rewards
 from tba.tasks.rewards.worker import Ready, RewardService, Scored, WorkerProcess
-from tba.tasks.task import FinishedGroup, Rewards, Task
-from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
+from tba.tasks.task import FinishedGroup, Rewards, Task, TaskFailed, checked_outcomes, user_code
 from tba.types import Completion, Prompt
 
 START_SECONDS = 120.0
@@ -128,22 +125,6 @@ class DirectRewards:
         """Close: there is no process to end."""
 
 
-@dataclass(eq=False)
-class _Member:
-    """The place of one worker: its process, started anew when it was killed or has died."""
-
-    process: WorkerProcess | None = None
-
-    def close(self) -> None:
-        # A worker must not be killed twice: by then its process id may belong to another process.
-        process, self.process = (
-            self.process,
-            None,
-        )  # at once: the place in the pool's thread and the searcher may both close it
-        if process is not None:
-            process.kill()
-
-
 class WorkerRewards:
     """Worker processes, each with one call at a time; groups wait for a free one in order. A thread waits for each worker:
     the searcher goes on generating."""
@@ -156,24 +137,23 @@ class WorkerRewards:
         log: Path,
         num_workers: int | None = None,
         passed_on: Collection[str] = (),
-        first_answer_seconds: float = FIRST_ANSWER_SECONDS,
     ) -> None:
-        """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
-        `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
+        """`num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
         # Names only: the functions' files are imported in the workers, see RewardService.
         self._rewards = named_rewards(configs)
         self._timeout_seconds = timeout_seconds
         self._passed_on = passed_on
         self._log = log
         self._num_workers = num_workers
-        self._members: list[_Member] = []
+        self._processes: list[WorkerProcess | None] = []
+        """The process of each place in the pool, started anew when it was killed or has died; None = there is none now."""
         self._waiting: SimpleQueue[FinishedGroup | None] = SimpleQueue()
         """Groups without a worker; None ends a thread."""
         self._answers: SimpleQueue[tuple[FinishedGroup, list[Outcome]] | Exception] = SimpleQueue()
         """Groups that are scored, or why no more can be."""
         self._first: Ready | None = None
         """Greeting of the first worker that has loaded the rewards; None = none has."""
-        self._unanswered_seconds: float | None = max(timeout_seconds, first_answer_seconds)
+        self._unanswered_seconds: float | None = max(timeout_seconds, FIRST_ANSWER_SECONDS)
         """Time in hanging calls that is left until the first answer; None = there was one."""
         self._lock, self._closed = threading.Lock(), False
         self.outstanding = 0
@@ -183,7 +163,7 @@ class WorkerRewards:
         self.outstanding += 1
         self._waiting.put(group)
         # Called at both ends: the first answer, seen in `ready`, allows more workers than one.
-        self._add_seats()
+        self._add_places()
 
     def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
         # The first get may wait; those that follow take what is there already.
@@ -198,46 +178,54 @@ class WorkerRewards:
                 scored.append(answer)
                 wait_seconds = 0.0
         self.outstanding -= len(scored)
-        self._add_seats()
+        self._add_places()
         return scored
 
     def close(self) -> None:
-        # `_started` takes the same lock: a worker is either in `member.process` by now or never made.
+        # `_started` takes the same lock: a worker has its place by now or is never made.
         with self._lock:  # no worker is started after this
             self._closed = True
-        for member in self._members:
+        for place in range(len(self._processes)):
             # One None for each thread: a thread that waits for a group wakes, takes its own and ends.
             self._waiting.put(None)
-            member.close()
+            self._end(place)
 
-    def _add_seats(self) -> None:
+    def _end(self, place: int) -> None:
+        # Taken away at once, because the place's thread and the searcher may both end it. A worker must not be killed
+        # twice: by then its process id may belong to another process.
+        process, self._processes[place] = self._processes[place], None
+        if process is not None:
+            process.kill()
+
+    def _add_places(self) -> None:
         """Add workers where groups wait for one, as many as may be."""
         most = 1
         # One until the first answer: a reward that cannot be loaded or always hangs is found out by one worker.
         if self._first is not None and self._unanswered_seconds is None:
             most = self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
         # Workers are never taken away again: a place lasts until `close`, and its process may be renewed.
-        while len(self._members) < min(most, self.outstanding):
-            self._members.append(_Member())
+        while len(self._processes) < min(most, self.outstanding):
+            self._processes.append(None)
             # A worker ends with the thread that has started it: a thread lasts until the workers are closed.
-            threading.Thread(target=self._serve, args=(self._members[-1],), daemon=True, name="rewards").start()
+            place = len(self._processes) - 1
+            threading.Thread(target=self._serve, args=(place,), daemon=True, name="rewards").start()
 
-    def _serve(self, member: _Member) -> None:
+    def _serve(self, place: int) -> None:
         """Have groups scored by one worker, one after another. Runs in the thread of its place in the pool."""
         while (group := self._waiting.get()) is not None and not self._closed:
             try:
-                self._answers.put((group, self._scored(member, group)))
+                self._answers.put((group, self._scored(place, group)))
             except Exception as error:  # raised by `ready`, which would wait for this group for ever
                 self._answers.put(error)
                 return
 
-    def _scored(self, member: _Member, group: FinishedGroup) -> list[Outcome]:
+    def _scored(self, place: int, group: FinishedGroup) -> list[Outcome]:
         """The outcomes of a group's samples: of one call for all or, where that hangs, of one for each if they do not depend
         on one another."""
         # Runs in the place's thread, which blocks for up to the time-out of each call.
         count = len(group.texts)
         try:
-            return self._called(member, group, slice(count))
+            return self._called(place, group, slice(count))
         except RewardFailed as error:
             reason = str(error)
         # To call again would lose the same time: one sample is all there is, or no worker has ever loaded.
@@ -250,14 +238,14 @@ class WorkerRewards:
         # Each call has the full time-out, so a group of K hanging samples takes K of them.
         for index in range(count):
             try:
-                outcomes += self._called(member, group, slice(index, index + 1))
+                outcomes += self._called(place, group, slice(index, index + 1))
             except RewardFailed as error:
                 outcomes.append(RewardFailed(str(error)))
         return outcomes
 
-    def _called(self, member: _Member, group: FinishedGroup, samples: slice) -> list[Outcome]:
+    def _called(self, place: int, group: FinishedGroup, samples: slice) -> list[Outcome]:
         """Outcomes of some samples of a group; RewardFailed where the reward hangs or its worker dies."""
-        process = member.process or self._started(member)
+        process = self._processes[place] or self._started(place)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         ids = [completion.token_ids.tolist() for completion in group.completions[samples]]
         prompt, step = group.prompt, max(completion.version for completion in group.completions)
@@ -269,27 +257,39 @@ class WorkerRewards:
         answer = process.link.receive(self._timeout_seconds if left is None else min(self._timeout_seconds, left))
         if not isinstance(answer, Scored):
             reason = self._why_silent(process, answer)
-            member.close()  # it still computes, or is dead: its next answer would be taken for another call's
-            if reason is None:
-                raise self._hung(time.monotonic() - started)
-            raise RewardFailed(reason)
+            self._end(place)  # it still computes, or is dead: its next answer would be taken for another call's
+            if reason is not None:
+                raise RewardFailed(reason)
+            names = ", ".join(map(repr, self._rewards))
+            if left is not None:
+                # Several threads cannot race here: until the first answer there is one worker.
+                self._unanswered_seconds = left = left - (time.monotonic() - started)
+                if left <= 0:
+                    raise RewardUnusable(
+                        f"the reward {names} has not answered once: every call hung until it was killed "
+                        f"(search.reward_timeout_seconds={self._timeout_seconds:g}). {self._log} has the line at which it "
+                        "hung. Call it by hand with the texts of one prompt; if it only is slow, raise "
+                        "search.reward_timeout_seconds."
+                    )
+            limit = f"search.reward_timeout_seconds={self._timeout_seconds:g} s"
+            raise RewardFailed(f"the reward {names} took longer than {limit}")
         # A function that returns the wrong number of values does so for every group: the run stops at once.
         if (broken := next((own for own in answer.outcomes if isinstance(own, RewardBroken)), None)) is not None:
             raise RewardUnusable(str(broken))
         # A failure is an answer too: only silence counts against the first-answer deadline.
         self._unanswered_seconds = None
         if answer.spent:
-            member.close()
+            self._end(place)
         return list(answer.outcomes)
 
-    def _started(self, member: _Member) -> WorkerProcess:
+    def _started(self, place: int) -> WorkerProcess:
         """A new worker that has loaded the rewards. One that could never load them would not the next time either."""
         # Under the lock that `close` takes: a worker that starts after it would be left behind.
         with self._lock:
             if self._closed:
                 raise RewardUnusable("the workers are closed")
             make = partial(RewardService, self._rewards)
-            process = member.process = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
+            process = self._processes[place] = WorkerProcess(make, log=self._log, passed_on=self._passed_on)
         # The first word is the service's greeting; the time-out of calls does not run during the import.
         answer = process.link.receive(START_SECONDS)
         if isinstance(answer, Ready):
@@ -299,7 +299,7 @@ class WorkerRewards:
             f"importing the reward's file took longer than {START_SECONDS:g} s; see {self._log}. Load what takes long "
             "at the first call, and raise search.reward_timeout_seconds for it."
         )
-        member.close()
+        self._end(place)
         # Once a worker has loaded the rewards, a failed start is the machine's trouble and costs its group.
         raise RewardUnusable(reason) if self._first is None else RewardFailed(reason)
 
@@ -311,18 +311,3 @@ class WorkerRewards:
             return f"the reward worker died ({process.end}); see {self._log}"
         process.log_line()
         return None
-
-    def _hung(self, seconds: float) -> Exception:
-        """The error for a call that was killed after so many seconds."""
-        names = ", ".join(map(repr, self._rewards))
-        if self._unanswered_seconds is not None:
-            # Several threads cannot race here: until the first answer there is one worker.
-            self._unanswered_seconds -= seconds
-            if self._unanswered_seconds <= 0:
-                return RewardUnusable(
-                    f"the reward {names} has not answered once: every call hung until it was killed "
-                    f"(search.reward_timeout_seconds={self._timeout_seconds:g}). {self._log} has the line at which it hung. "
-                    "Call it by hand with the texts of one prompt; if it only is slow, raise search.reward_timeout_seconds."
-                )
-        limit = f"search.reward_timeout_seconds={self._timeout_seconds:g} s"
-        return RewardFailed(f"the reward {names} took longer than {limit}")

@@ -10,7 +10,7 @@ import ast
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +26,39 @@ LARGEST_BYTES = 2**20
 """Size beyond which a Python file is data, and is not copied."""
 
 
-def user_files(config: Config) -> list[Path]:
-    """Python files that a config names: those of its rewards and environments, and of a task of the user's own."""
+def copy_sources(config: Config, folder: RunFolder) -> None:
+    """Copy the files that a config names (rewards, environments, a task of the user's own), and the modules beside them that
+    they import, into the run folder."""
     environment = config.task.environment
     code = [*(own.function for own in config.task.rewards), *environment.code]
-    named = [own for own in code if isinstance(own, str)]
-    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if config.task.is_own_file else [])]]
-    return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
-
-
-def copy_sources(config: Config, folder: RunFolder) -> None:
-    """Copy the user's files, and the modules beside them that they import, into the run folder."""
-    files = [file.absolute() for file in user_files(config)]
+    code += [config.task.name] if config.task.is_own_file else []
+    paths = dict.fromkeys(own.rpartition(":")[0] for own in code if isinstance(own, str))
+    # Of a function given in Python the config has "<python>:name".
+    files = [Path(path).expanduser().absolute() for path in paths if path and not path.startswith("<")]
     if not files:
         return
     # A number for each folder: two folders may both have a rewards.py.
     origins = {str(number): parent for number, parent in enumerate(dict.fromkeys(file.parent for file in files))}
     for number, parent in origins.items():
-        own = [file for file in files if file.parent == parent]
-        for file in with_neighbours(own):
+        waiting, found = [file for file in files if file.parent == parent], set[Path]()
+        while waiting:
+            file = waiting.pop()
+            # Modules may import each other in a circle.
+            if file in found or file.stat().st_size > LARGEST_BYTES:
+                continue
+            found.add(file)
+            for name in _imported_names(file):
+                module, package = file.parent / f"{name}.py", file.parent / name
+                waiting += [module] if module.is_file() else []
+                waiting += sorted(package.rglob("*.py")) if (package / "__init__.py").is_file() else []
+        for file in found:
             copy = folder.sources / number / file.relative_to(parent)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     write_json(folder.sources / ORIGINS, {number: str(parent) for number, parent in origins.items()})
 
 
-def with_neighbours(files: Iterable[Path]) -> list[Path]:
-    """Files with the modules and packages in their folder that they import, and those that these import."""
-    waiting, found = list(files), dict[Path, None]()
-    while waiting:
-        file = waiting.pop()
-        # Modules may import each other in a circle.
-        if file in found or file.stat().st_size > LARGEST_BYTES:
-            continue
-        found[file] = None
-        for name in imported_names(file):
-            module, package = file.parent / f"{name}.py", file.parent / name
-            waiting += [module] if module.is_file() else []
-            waiting += sorted(package.rglob("*.py")) if (package / "__init__.py").is_file() else []
-    return list(found)
-
-
-def imported_names(file: Path) -> Iterator[str]:
+def _imported_names(file: Path) -> Iterator[str]:
     """First parts of the names of the modules that a file imports anywhere."""
     try:
         tree = ast.parse(file.read_bytes())

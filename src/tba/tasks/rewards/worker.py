@@ -1,14 +1,12 @@
-"""A process for code that may hang or take all memory (a user's rewards), and the guard above it that leaves nothing of it
-behind.
+"""A process for code that may hang or take all memory (a user's rewards), and the guard above it.
 
     searcher -- guard: python -m tba.tasks.rewards.worker FD
                   |-- worker, a fork of it: makes its service (imports the reward's file), answers over the socket FD
                         |-- whatever the service starts
 
 The guard copies the worker's output to the log, of which the end is kept. When the worker ends, when the searcher asks or is
-gone, the guard kills everything that the worker started: it is their subreaper, so that they become its children even where
-they have a session of their own. The worker's memory is limited. Nothing here imports torch or pydantic: a worker that was
-killed is back in a moment.
+gone, the guard kills everything that the worker started. It is their subreaper: they become its children even where they
+have a session of their own. Nothing here imports torch or pydantic: a killed worker is back in a moment.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import cloudpickle
 
@@ -49,7 +47,6 @@ STOP_SECONDS = 5.0
 """Time for a guard to end what its worker has started, before it is killed itself."""
 LINE_SECONDS = 0.5
 """Time for a worker that hangs to write at which line it is."""
-GIB = 2**30
 SECRET = re.compile(
     r"(^|_)(TOKEN|KEYS?|AUTH|PAT)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|^(AWS|AZURE)_", re.IGNORECASE
 )
@@ -75,19 +72,10 @@ class Scored:
     """Whether the worker has no memory left and must be replaced."""
 
 
-class Service(Protocol):
-    """Service of a worker, which makes it once."""
-
-    def serve(self, connection: Connection) -> None:
-        """Greet, then answer jobs until the other end is gone."""
-        ...
-
-
 class JobService:
-    """Base of services that do one job after another."""
+    """Base of services that do one job after another, by `__call__`. `greeting` is their worker's first word."""
 
     greeting: Any
-    """First word of the worker, when its service is there."""
 
     def __call__(self, *job: Any) -> Any:
         raise NotImplementedError
@@ -116,15 +104,10 @@ class WorkerProcess:
     """A worker and its guard, seen from the process that has work for it. It ends when this process is gone."""
 
     def __init__(
-        self,
-        make: Callable[[], Service],
-        *,
-        log: Path,
-        passed_on: Collection[str] = (),
-        memory_bytes: int | None = None,
+        self, make: Callable[[], Any], *, log: Path, passed_on: Collection[str] = (), memory_bytes: int | None = None
     ) -> None:
-        """`make` is called in the worker; `passed_on` are the variables with secrets that the worker gets; `memory_bytes`
-        None = it may use half of the memory there is."""
+        """`make` is called in the worker. It gives the service, whose `serve(connection)` answers until the end.
+        `passed_on` are the variables with secrets that it gets; `memory_bytes` None = half of the memory there is."""
         # The worker inherits `theirs` through the guard; sys.path and the service travel over it first.
         ours, theirs = Pipe()
         environment = role_environment(threads=1)
@@ -198,7 +181,7 @@ def run_worker(descriptor: int) -> int:
         make, limit = cloudpickle.loads(payload)
         # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        service: Service = make()
+        service = make()
     except (Exception, SystemExit) as error:  # a user's file: the searcher gets the error and stops the run
         traceback.print_exc()
         # ValueErrors are the package's own messages, which name the file already.
@@ -281,24 +264,16 @@ def end_children() -> None:
     deadline = time.monotonic() + STOP_SECONDS / 2
     while time.monotonic() < deadline:
         # Children only: grandchildren become children when their parent dies, and the next round finds them.
-        for child in children_of(os.getpid()):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, IndexError, ValueError):
+                # The command's name stands in brackets and may hold anything; the state and the parent follow it.
+                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid():
+                    os.kill(int(name), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def children_of(parent: int) -> list[int]:
-    """Processes whose parent this is, by /proc."""
-    found = []
-    for name in os.listdir("/proc"):
-        with suppress(OSError, IndexError, ValueError):
-            # The command's name stands in brackets and may hold anything; the state and the parent follow it.
-            if int(Path(f"/proc/{int(name)}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(name))
-    return found
 
 
 def main() -> int:

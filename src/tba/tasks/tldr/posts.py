@@ -6,19 +6,10 @@ A fact is a key and one of its six values. A post states 3 to 5 important and 1 
 order, always in 24 words; the last closes the post and asks for the summary. Its *canonical content* is its facts in key
 order. A hash of that decides the split, so a held-out content cannot occur in training under any seed.
 
-A post has a perfect summary, the reference that win rates compare with, and sloppy ones to learn from. The last two are
-perfect summaries with flaws (`Flaws`), which come by chance, item by item.
-
-How good a summary really is says the hidden gold rule. Evaluations see it, training never does.
-
-    gold = recall of the important facts
-           - 0.30 for each false claim        - 0.10 for each trivial fact       - 0.08 for each word without meaning
-           - 0.15 for each repeated fact      - 0.12 for each pair in the wrong order
-           - 0.05 for each word beyond those of the perfect summary              - 0.30 if it did not end by itself
-
-A claim is a key followed by a value, right or wrong; a false one is not in the post, and counts each time. Every other word
-has no meaning: fillers, a key or value by itself. Pairs in the wrong order are counted among the important facts that are
-true, each where it is first stated.
+How good a summary really is says the hidden gold rule (`gold_score`). Evaluations see it, training never does. A claim is a
+key followed by a value; a false one is not in the post, and counts each time. Every other word has no meaning: fillers, a
+key or value by itself. Pairs in the wrong order are counted among the important facts that are true, each where it is first
+stated.
 """
 
 from __future__ import annotations
@@ -104,25 +95,19 @@ class Post:
         return SPLITS_OF_HASH[int.from_bytes(digest, "big") % len(SPLITS_OF_HASH)]
 
 
-def draw_post(rng: random.Random) -> Post:
-    """The next post of the generator, of any split."""
-    keys = rng.sample(list(IMPORTANT), rng.randint(*NUM_IMPORTANT)) + rng.sample(
-        list(TRIVIAL), rng.randint(*NUM_TRIVIAL)
-    )
-    # In key order, not in the drawn one: the canonical content must not depend on the draw.
-    facts = [(key, rng.choice(VALUES[key])) for key in VALUES if key in keys]
-    parts = [f"{key} {value}" for key, value in facts]
-    # A fact is two words and the separator one, so every post has POST_WORDS words.
-    parts += [rng.choice(FILLERS) for _ in range(POST_WORDS - 1 - 2 * len(facts))]
-    rng.shuffle(parts)
-    return Post(text=" ".join([*parts, SEPARATOR]), facts=tuple(facts))
-
-
 def draw_posts(split: Split, *, seed: int) -> Iterator[Post]:
     """Posts of one split without end."""
     rng = random.Random(seed)
     while True:
-        post = draw_post(rng)
+        keys = rng.sample(list(IMPORTANT), rng.randint(*NUM_IMPORTANT))
+        keys += rng.sample(list(TRIVIAL), rng.randint(*NUM_TRIVIAL))
+        # In key order, not in the drawn one: the canonical content must not depend on the draw.
+        facts = [(key, rng.choice(VALUES[key])) for key in VALUES if key in keys]
+        parts = [f"{key} {value}" for key, value in facts]
+        # A fact is two words and the separator one, so every post has POST_WORDS words.
+        parts += [rng.choice(FILLERS) for _ in range(POST_WORDS - 1 - 2 * len(facts))]
+        rng.shuffle(parts)
+        post = Post(text=" ".join([*parts, SEPARATOR]), facts=tuple(facts))
         if post.split == split:
             yield post
 
@@ -146,12 +131,11 @@ NEGLECTED_KEYS = tuple(IMPORTANT)[5:]
 
 @dataclass(frozen=True, kw_only=True)
 class Flaws:
-    """Probabilities of what goes wrong with a summary."""
+    """Probabilities of what goes wrong with a summary, which comes by chance, item by item."""
 
     drop: float
-    """Probability that an important fact is left out."""
     drop_neglected: float
-    """Probability that an important fact of NEGLECTED_KEYS is left out."""
+    """Probability that an important fact of NEGLECTED_KEYS is left out; `drop` is that of the others."""
     hallucinate: float
     """Probability that a stated fact has another value than in the post."""
     swap: float
@@ -173,46 +157,28 @@ def reference_summary(post: Post) -> str:
 
 def draw_summary(post: Post, flaws: Flaws, rng: random.Random) -> str:
     """Summary with flaws, drawn again while it is empty or too long to end by itself."""
-    while True:
-        words = _draw_words(post, flaws, rng)
-        if 0 < len(words) < MAX_SUMMARY_TOKENS:
-            return " ".join(words)
+    words: list[str] = []
+    while not 0 < len(words) < MAX_SUMMARY_TOKENS:
+        # Order of the flaws: dropped and wrong facts first, then swaps, then trivial facts, then fillers.
+        stated: list[Fact] = []
+        for key, value in post.important:
+            if rng.random() < (flaws.drop_neglected if key in NEGLECTED_KEYS else flaws.drop):
+                continue
+            if rng.random() < flaws.hallucinate:
+                value = rng.choice([other for other in VALUES[key] if other != value])
+            stated.append((key, value))
+        for first in range(len(stated) - 1):
+            if rng.random() < flaws.swap:
+                stated[first], stated[first + 1] = stated[first + 1], stated[first]
+        for fact in post.trivial:
+            if rng.random() < flaws.trivial:
+                stated.insert(rng.randint(0, len(stated)), fact)
+        words = []
+        for fact in stated:
+            words += [rng.choice(FILLERS)] if rng.random() < flaws.filler else []
+            words += fact
+    return " ".join(words)
 
-
-def _draw_words(post: Post, flaws: Flaws, rng: random.Random) -> list[str]:
-    stated = [_maybe_wrong(fact, flaws, rng) for fact in post.important if not _is_dropped(fact, flaws, rng)]
-    # Order of the flaws: dropped and wrong facts first, then swaps, then trivial facts, then fillers.
-    for first in range(len(stated) - 1):
-        if rng.random() < flaws.swap:
-            stated[first], stated[first + 1] = stated[first + 1], stated[first]
-    for fact in post.trivial:
-        if rng.random() < flaws.trivial:
-            stated.insert(rng.randint(0, len(stated)), fact)
-    words = []
-    for fact in stated:
-        words += [rng.choice(FILLERS)] if rng.random() < flaws.filler else []
-        words += fact
-    return words
-
-
-def _is_dropped(fact: Fact, flaws: Flaws, rng: random.Random) -> bool:
-    return rng.random() < (flaws.drop_neglected if fact[0] in NEGLECTED_KEYS else flaws.drop)
-
-
-def _maybe_wrong(fact: Fact, flaws: Flaws, rng: random.Random) -> Fact:
-    key, value = fact
-    if rng.random() >= flaws.hallucinate:
-        return fact
-    return key, rng.choice([other for other in VALUES[key] if other != value])
-
-
-FALSE_CLAIM = 0.30
-TRIVIAL_FACT = 0.10
-MEANINGLESS_WORD = 0.08
-REPEATED_FACT = 0.15
-WRONG_ORDER = 0.12
-EXTRA_WORD = 0.05
-NO_END = 0.30
 
 KEY_ORDER = {key: index for index, key in enumerate(VALUES)}
 ALL_VALUES = frozenset(value for values in VALUES.values() for value in values)
@@ -221,7 +187,7 @@ DECIMALS = 9
 
 
 def gold_score(post: str, summary: str, *, finished: bool) -> float:
-    """The gold score of a summary: at most 1, that of the perfect one. `finished`: it ended by itself, with an EOS."""
+    """The recall of the important facts less the penalties of a summary: at most 1. `finished`: it ended with an EOS."""
     # The post is read by the same grammar as a summary; its fillers and separator claim nothing.
     facts = set(claims(post)[0])
     num_important = sum(key in IMPORTANT for key, _ in facts)
@@ -231,13 +197,13 @@ def gold_score(post: str, summary: str, *, finished: bool) -> float:
     # Places in key order: a pair of them is in the wrong order where the larger comes first.
     important = [KEY_ORDER[key] for key, _ in distinct if key in IMPORTANT]
     penalty = (
-        FALSE_CLAIM * (len(stated) - len(true))
-        + TRIVIAL_FACT * (len(distinct) - len(important))
-        + MEANINGLESS_WORD * num_meaningless
-        + REPEATED_FACT * (len(true) - len(distinct))
-        + WRONG_ORDER * num_inversions(important)
-        + EXTRA_WORD * max(0, len(summary.split()) - 2 * num_important)
-        + NO_END * (not finished)
+        0.30 * (len(stated) - len(true))  # false claims
+        + 0.10 * (len(distinct) - len(important))  # trivial facts
+        + 0.08 * num_meaningless
+        + 0.15 * (len(true) - len(distinct))  # repeated facts
+        + 0.12 * num_inversions(important)
+        + 0.05 * max(0, len(summary.split()) - 2 * num_important)  # extra words
+        + 0.30 * (not finished)
     )
     return round(len(important) / max(1, num_important) - penalty, DECIMALS)
 

@@ -2,7 +2,6 @@
 
     scorer = load_scorer("mnoukhov/pythia1b-rm-tldr6.9b", device="cuda")     # any sequence classifier with one label
     scorer.score(["... TL;DR:"], [" I broke my foot."], [True])              # array([3.27])
-    train_reward_model("EleutherAI/pythia-410m", Path("pairs.jsonl"), Path("reward_model"), RewardTraining())
 
 Our own reward model is the body of a causal language model and a linear head that gives every token a score. The scores of
 the response's tokens, EOS included, are added up: a sum learns from far fewer pairs than the score of the last token, and
@@ -13,8 +12,8 @@ makes length a way to cheat. It is saved as a folder:
     reward_head.safetensors           weight [1, hidden], bias [1]
     reward.json                       {"mean": -3.1, "std": 2.4}: scores are (sum - mean) / std
 
-It is trained by the Bradley-Terry loss -log sigmoid(score of chosen - of rejected) on pairs: a prompt, the response that was
-preferred and the one that was not: {"prompt": "... TL;DR:", "chosen": "place harbour day friday", "rejected": "so day"}
+It is trained by the Bradley-Terry loss -log sigmoid(score of chosen - of rejected) on pairs:
+{"prompt": "... TL;DR:", "chosen": "place harbour day friday", "rejected": "so day"}
 
 Prompt and response are tokenised apart and their ids joined, so that token boundaries are those of a policy that read the
 prompt and wrote the response. Axes: N sequences, T tokens.
@@ -69,8 +68,11 @@ def load_scorer(path: str, *, device: str = "auto", dtype: str = "auto") -> Mode
     as_dtype = resolve_dtype(dtype, on)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        kind: type[RewardModel | Classifier] = RewardModel if (folder / REWARD_FILE).is_file() else Classifier
-        model = kind.load(path, dtype=as_dtype)
+        model: RewardModel | Classifier
+        if (folder / REWARD_FILE).is_file():
+            model = RewardModel.load(path, dtype=as_dtype)
+        else:
+            model = Classifier(load_weights(AutoModelForSequenceClassification, path, dtype=as_dtype))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder that `tba prepare "
@@ -93,7 +95,14 @@ class ModelScorer:
     @torch.inference_mode()
     def score(self, prompts: Sequence[str], responses: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """Scores, float64 [N]; `finished` says whether a response ended by itself."""
-        sequences = [self._sequence(*sample) for sample in zip(prompts, responses, finished, strict=True)]
+        samples = zip(prompts, responses, finished, strict=True)
+        sequences = [make_sequence(self._tokenizer, post, text, finished=end) for post, text, end in samples]
+        longest = max((len(own.token_ids) for own in sequences), default=0)
+        if longest > self._context:
+            raise ValueError(
+                f"a prompt with its response has {longest} tokens for the reward model, which reads at most "
+                f"{self._context}: lower task.max_prompt_tokens or generate.max_new_tokens."
+            )
         # Those of like length together: padding is what a pass of mixed lengths computes most.
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index].token_ids))
         scores = np.zeros(len(sequences))
@@ -102,15 +111,6 @@ class ModelScorer:
             batch = pad_right([sequences[index] for index in chosen], device=self._device)
             scores[chosen] = self._model(batch).double().cpu().numpy()
         return scores
-
-    def _sequence(self, prompt: str, response: str, finished: bool) -> Sequenced:
-        sequence = make_sequence(self._tokenizer, prompt, response, finished=finished)
-        if len(sequence.token_ids) > self._context:
-            raise ValueError(
-                f"a prompt with its response has {len(sequence.token_ids)} tokens for the reward model, which reads at most "
-                f"{self._context}: lower task.max_prompt_tokens or generate.max_new_tokens."
-            )
-        return sequence
 
 
 class RewardModel(nn.Module):
@@ -180,11 +180,6 @@ class Classifier(nn.Module):
         hidden = self.body.base_model(**inputs).last_hidden_state
         # In float32: half precision has steps of 0.03 at a score of 4, and wins are decided by less.
         return nn.functional.linear(hidden[torch.arange(len(hidden)), batch.last_N].float(), head.weight.float())[:, 0]
-
-    @staticmethod
-    def load(path: str, *, dtype: torch.dtype) -> Classifier:
-        """Loads a classifier from a folder or a hub name."""
-        return Classifier(load_weights(AutoModelForSequenceClassification, path, dtype=dtype))
 
 
 class Sequenced(NamedTuple):
@@ -282,11 +277,22 @@ def train_reward_model(
     trained_on, measured_on = (
         _sequenced(own, tokenizer, context_length(body.config), settings) for own in (train, measure)
     )
-    steps_per_epoch = math.ceil(len(trained_on) / settings.batch_size)
+    size, steps_per_epoch = settings.batch_size, math.ceil(len(trained_on) / settings.batch_size)
+    rng = random.Random(0)  # its own generator: the order of pairs does not depend on what torch draws
+
+    def backward(batch: Sequence[SequencedPair]) -> float:
+        total = 0.0
+        for part in _parts(batch, settings.pairs_per_pass):
+            # The factor makes the sum over parts the batch's mean, also where the last part is smaller.
+            loss = bradley_terry_loss(*_pooled(model, part)) * (len(part) / len(batch))
+            loss.backward()
+            total += loss.item()
+        return total
+
     losses = fit(
         model,
-        _batches(trained_on, settings),
-        lambda batch: _backward(model, batch, settings.pairs_per_pass),
+        (batch for _ in range(settings.epochs) for batch in _parts(rng.sample(trained_on, len(trained_on)), size)),
+        backward,
         steps=steps_per_epoch * settings.epochs,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
@@ -351,17 +357,6 @@ def fit(
     return losses
 
 
-def _backward(model: RewardModel, batch: Sequence[SequencedPair], pairs_per_pass: int) -> float:
-    """Gradients of the batch's mean loss, a few pairs at a time."""
-    total = 0.0
-    for part in _parts(batch, pairs_per_pass):
-        # The factor makes the sum over parts the batch's mean, also where the last part is smaller.
-        loss = bradley_terry_loss(*_pooled(model, part)) * (len(part) / len(batch))
-        loss.backward()
-        total += loss.item()
-    return total
-
-
 def _parts(pairs: Sequence[SequencedPair], size: int) -> Iterator[Sequence[SequencedPair]]:
     return (pairs[start : start + size] for start in range(0, len(pairs), size))
 
@@ -370,13 +365,6 @@ def _pooled(model: RewardModel, pairs: Sequence[SequencedPair]) -> tuple[Tensor,
     sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     scores = model.pooled(pad_right(sequences, device=model.head.weight.device))
     return scores[: len(pairs)], scores[len(pairs) :]
-
-
-def _batches(pairs: Sequence[SequencedPair], settings: RewardTraining) -> Iterator[Sequence[SequencedPair]]:
-    # Its own generator: the order of pairs does not depend on what torch draws.
-    rng = random.Random(0)
-    for _ in range(settings.epochs):
-        yield from _parts(rng.sample(list(pairs), len(pairs)), settings.batch_size)
 
 
 def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) -> tuple[list[Pair], list[Pair]]:
@@ -398,6 +386,7 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
 def _sequenced(
     pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, context: int, settings: RewardTraining
 ) -> list[SequencedPair]:
+    """The pairs that fit the context: how long one is depends on the tokenizer."""
     bad = BadRows(settings.on_bad_row, skip_by=SKIP)
 
     def sequenced(pair: Pair) -> SequencedPair:
@@ -407,7 +396,6 @@ def _sequenced(
             raise BadRow("over-long pair", f"{pair.place}: {longest} tokens, beyond the model's context of {context}.")
         return both[0], both[1]
 
-    # Checked for length here: how long a pair is depends on the tokenizer.
     kept = bad.keep(pairs, sequenced)
     bad.report()
     if not kept:
@@ -430,31 +418,21 @@ def read_pairs(path: Path, *, on_bad_row: Literal["stop", "skip"] = "stop") -> l
     """The good rows of a JSONL file (also .gz)."""
     if not path.is_file():
         raise ValueError(f"pairs: file {path} does not exist. Give JSONL rows with `prompt`, `chosen` and `rejected`.")
+
+    def pair_of(row: DataRow) -> Pair:
+        require_object(row, columns="a `prompt`, a `chosen` and a `rejected` response")
+        # As they stand, with the space before them that a tokenizer may need.
+        chosen, rejected = (text_column(row, column) for column in ("chosen", "rejected"))
+        for column, text in (("chosen", chosen), ("rejected", rejected)):
+            if not text.strip():
+                raise BadRow("empty response", f"{row.place}: `{column}` is empty.")
+        if chosen == rejected:
+            raise BadRow("no preference", f"{row.place}: `chosen` and `rejected` are the same.")
+        return Pair(prompt_column(row, "prompt"), chosen, rejected, place=row.place, line=row.line)
+
     bad = BadRows(on_bad_row, skip_by=SKIP)
-    pairs = bad.keep(jsonl_rows(path, bad), read_pair)
+    pairs = bad.keep(jsonl_rows(path, bad), pair_of)
     bad.report()
     if not pairs:
         raise ValueError(f"pairs: file {path} has no usable row, {bad.total} are bad.")
     return pairs
-
-
-def read_pair(row: DataRow) -> Pair:
-    require_object(row, columns="a `prompt`, a `chosen` and a `rejected` response")
-    chosen, rejected = _response(row, "chosen"), _response(row, "rejected")
-    if chosen == rejected:
-        raise BadRow("no preference", f"{row.place}: `chosen` and `rejected` are the same.")
-    return Pair(
-        prompt=prompt_column(row, "prompt"),
-        chosen=chosen,
-        rejected=rejected,
-        place=row.place,
-        line=row.line,
-    )
-
-
-def _response(row: DataRow, column: str) -> str:
-    """Response as it stands, with the space before it that a tokenizer may need."""
-    text = text_column(row, column)
-    if not text.strip():
-        raise BadRow("empty response", f"{row.place}: `{column}` is empty.")
-    return text

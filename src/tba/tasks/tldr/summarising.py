@@ -16,14 +16,14 @@ or the validation rows of the data (the paper evaluates there), or a folder's te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from tba.config import TaskConfig
 from tba.engine.contract import Engine
 from tba.models.paths import check_named
 from tba.observe.metrics import mean_metrics
@@ -52,22 +52,35 @@ REFERENCE_COLUMNS = ("reference_response", "reference", "summary")
 SUMMARIES_AT_ONCE = 64
 """Number of summaries that are scored together, between two heartbeats."""
 
-ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray]
-"""Function from posts, summaries and whether each ended by itself to scores, float64 [N]."""
-
 
 class TLDRTask(RowsTask):
     """Reward `reward_model`: the reward model's score. A summary counts as solved above 0: the embedded start model's mean.
     Models are loaded when they are first asked for a score."""
 
+    reward_weights: ClassVar[Mapping[str, float]] = {"reward_model": 1.0}
+
     def __init__(self, inputs: TaskInputs) -> None:
-        _check_models(inputs.config)
+        """Check the models' settings as far as that is possible without loading them, before a run has begun."""
+        config, own = inputs.config, inputs.config.tldr
+        if config.data is not None and own.reward_model is None:
+            raise ValueError(
+                "task.tldr.reward_model is needed with task.data: a folder or hub name of the model whose score is "
+                "the reward. The shipped one only knows the embedded posts."
+            )
+        if config.data is not None and own.gold_model is None:
+            raise ValueError(
+                "task.tldr.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
+                "of a reward model that training does not use, to judge summaries in evaluations."
+            )
+        if own.gold_model is not None and own.gold_model == own.reward_model:
+            raise ValueError(
+                f"task.tldr.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
+                "judge it: give another one."
+            )
+        check_named("task.tldr.reward_model", own.reward_model)
+        check_named("task.tldr.gold_model", own.gold_model)
         super().__init__(inputs)
         self._scorers: dict[str | None, ModelScorer] = {}
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"reward_model": 1.0}
 
     def read(self) -> dict[Split, list[QuestionAnswer]]:
         """Posts as questions, reference summaries as answers; none in the embedded edition, which draws them."""
@@ -88,13 +101,12 @@ class TLDRTask(RowsTask):
         return [QuestionAnswer(line=line, question=own.text, answer=reference_summary(own)) for line, own in lines]
 
     def columns(self, problem: QuestionAnswer) -> dict[str, str]:
-        """Reference summary, with which win rates compare."""
         return {"reference": problem.answer}
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         # A response that did not end by itself is scored without an EOS, as the reward model reads it.
         finished = [completion.finish == "stop" for completion in completions]
-        scores = self.proxy_scores([_post(prompt)] * len(texts), texts, finished)
+        scores = self.proxy_scores([str(prompt.text)] * len(texts), texts, finished)
         return [
             {"reward_model": float(score)}
             # A NaN score is no reward: as a number it would spoil the whole batch's loss.
@@ -115,7 +127,6 @@ class TLDRTask(RowsTask):
         return evaluator
 
     def proxy_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
-        """Scores that training is rewarded by, float64 [N]."""
         return self._scorer(self.config.tldr.reward_model).score(prompts, texts, finished)
 
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
@@ -126,12 +137,11 @@ class TLDRTask(RowsTask):
 
     def _scorer(self, path: str | None) -> ModelScorer:
         """Scorer of a folder or hub name; None = the shipped reward model, which is small and stays on the CPU."""
-        if path not in self._scorers:
-            if path is None:
-                # One scorer for each path: a run and its evaluations share the model in memory.
-                self._scorers[path] = load_scorer(str(reward_model_path()), device="cpu", dtype="float32")
-            else:
-                self._scorers[path] = load_scorer(path, device=self.inputs.device)
+        # One scorer for each path: a run and its evaluations share the model in memory.
+        if path not in self._scorers and path is None:
+            self._scorers[path] = load_scorer(str(reward_model_path()), device="cpu", dtype="float32")
+        elif path is not None and path not in self._scorers:
+            self._scorers[path] = load_scorer(path, device=self.inputs.device)
         return self._scorers[path]
 
 
@@ -142,16 +152,20 @@ class SummaryEvaluator(TaskEvaluator):
 
     def __init__(self, task: TLDRTask, inputs: EvaluationInputs) -> None:
         super().__init__(task, inputs)
-        self._posts = [_post(prompt) for prompt in self.prompts]
+        self._posts = [str(prompt.text) for prompt in self.prompts]
         self._distance = Distance.of(inputs)
         self._reference_gold: np.ndarray | None = None
         """Gold scores of the reference summaries, once they are known."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        def scored(score: ScoreTexts, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
+        def scored(score: Callable[..., np.ndarray], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
             # Slices of all posts: every caller has one text for each prompt, in the prompts' order.
             parts = in_parts(len(texts), SUMMARIES_AT_ONCE, between_steps)
             return np.concatenate([score(self._posts[part], texts[part], finished[part]) for part in parts])
+
+        def scored_groups(score: Callable[..., np.ndarray], groups: Sequence[FinishedGroup]) -> np.ndarray:
+            ended = [group.completions[0].finish == "stop" for group in groups]
+            return scored(score, [group.texts[0] for group in groups], ended)
 
         sampled, best = (
             self.respond(engine, 1, sampling, between_steps) for sampling in (self.sampling, greedy(self.sampling))
@@ -160,10 +174,10 @@ class SummaryEvaluator(TaskEvaluator):
         if self._reference_gold is None:
             references = [prompt.columns["reference"] for prompt in self.prompts]
             self._reference_gold = scored(self.task.gold_scores, references, [True] * len(references))
-        gold, gold_of_best = (scored(self.task.gold_scores, *_responses(groups)) for groups in (sampled, best))
+        gold, gold_of_best = (scored_groups(self.task.gold_scores, groups) for groups in (sampled, best))
         cut_off = np.array([group.completions[0].finish == "length" for group in sampled])
         # The proxy that training maximises, beside gold: a gap between the two is over-optimisation.
-        reward = scored(self.task.proxy_scores, *_responses(sampled))
+        reward = scored_groups(self.task.proxy_scores, sampled)
         if (cut_off_reward := self.inputs.config.train.cut_off_reward) is not None:
             # As training combines it (train.truncated=penalise): else this would not be the reward maximised.
             reward = np.where(cut_off, cut_off_reward, reward)
@@ -183,55 +197,22 @@ class SummaryEvaluator(TaskEvaluator):
         return {**mean_metrics(means), **perplexities, "num_prompts": float(len(self.prompts))}
 
 
-def read_row(row: DataRow, *, eos: str) -> QuestionAnswer:
+def read_row(row: DataRow, *, eos: str) -> tuple[str, str]:
     require_object(row, columns="a `query` and a `reference_response`")
-    question = prompt_column(row, _first_column(row, PROMPT_COLUMNS))
-    column = _first_column(row, REFERENCE_COLUMNS)
+    # The first that the row has; if none, the first, which the error then names.
+    prompt, column = (
+        next((own for own in columns if own in row.value), columns[0])
+        for columns in (PROMPT_COLUMNS, REFERENCE_COLUMNS)
+    )
+    question = prompt_column(row, prompt)
     # The paper's data has the EOS as text at the end; scorers add the token themselves.
     reference = text_column(row, column).strip().removesuffix(eos).strip()
     if not reference:
         raise BadRow("empty reference", f"{row.place}: `{column}` is empty.")
     # A space parts it from the prompt, as in what a policy writes.
-    return QuestionAnswer(line=row.line, question=question, answer=f" {reference}", place=row.place)
+    return question, f" {reference}"
 
 
 def reward_model_path() -> Path:
     """The folder of the shipped reward model."""
     return Path(__file__).parent / "reward_model"
-
-
-def _check_models(config: TaskConfig) -> None:
-    """Check the models' settings as far as that is possible without loading them, before a run has begun."""
-    own = config.tldr
-    if config.data is not None and own.reward_model is None:
-        raise ValueError(
-            "task.tldr.reward_model is needed with task.data: a folder or hub name of the model whose score is "
-            "the reward. The shipped one only knows the embedded posts."
-        )
-    if config.data is not None and own.gold_model is None:
-        raise ValueError(
-            "task.tldr.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
-            "of a reward model that training does not use, to judge summaries in evaluations."
-        )
-    if own.gold_model is not None and own.gold_model == own.reward_model:
-        raise ValueError(
-            f"task.tldr.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
-            "judge it: give another one."
-        )
-    check_named("task.tldr.reward_model", own.reward_model)
-    check_named("task.tldr.gold_model", own.gold_model)
-
-
-def _first_column(row: DataRow, columns: Sequence[str]) -> str:
-    """The first of these that the row has; if none, the first, which the error then names."""
-    return next((column for column in columns if column in row.value), columns[0])
-
-
-def _responses(groups: Sequence[FinishedGroup]) -> tuple[list[str], list[bool]]:
-    """Text and whether it ended by itself, of the one response in each group."""
-    return [group.texts[0] for group in groups], [group.completions[0].finish == "stop" for group in groups]
-
-
-def _post(prompt: Prompt) -> str:
-    assert isinstance(prompt.text, str), "posts are plain text"
-    return prompt.text

@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import Field
 
-from tba.config.section import Section
-from tba.tasks.data.make_prompt import make_prompt, question_key, uses_chat
-from tba.tasks.package_task import DrawnPrompts, PackageTask, Problem
+from tba.config.sections import Section
+from tba.tasks.data.make_prompt import question_key, uses_chat
+from tba.tasks.questions import DrawnPrompts, PackageTask, Problem
 from tba.tasks.task import Split, TaskInputs
 from tba.tasks.verifiers.tasksets import Scorer, SingleTurnTasks
 from tba.types import Prompt
@@ -55,14 +55,7 @@ class VerifiersTask(PackageTask):
         return DrawnPrompts(rows.__getitem__, self._prompt, split, len(rows))
 
     def _prompt(self, id: str, problem: Problem) -> Prompt:
-        return make_prompt(
-            id=id,
-            text=self._ask(problem["question"]),
-            columns={"task": problem["task"]},
-            tokenizer=self._inputs.tokenizer,
-            max_tokens=self._inputs.max_prompt_tokens,
-            template=self._inputs.config.chat_template_kwargs,
-        )
+        return self._inputs.prompt(id, self._ask(problem["question"]), {"task": problem["task"]})
 
     def _ask(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
         """The messages, the last one in the template; as one text where the tokenizer has no chat template."""

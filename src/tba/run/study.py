@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tba.config import ConfigError
 from tba.config.reading import read_yaml, yaml_message
-from tba.config.section import Section
+from tba.config.sections import Section
 
 Label = Annotated[str, BeforeValidator(str)]
 """Name of a row or column; YAML reads an unquoted 10 as a number."""
@@ -47,7 +47,6 @@ class Tune(Section):
     key: str
     """Dotted config key, for example train.learning_rate."""
     values: tuple[int | float, ...] = Field(min_length=1)
-    """Values to try."""
     columns: tuple[Label, ...] = Field(min_length=1)
     """Columns of the tuning runs; a row's value is the one with the best mean over them."""
     metric: str | None = None
@@ -63,18 +62,13 @@ class Quick(Section):
     """Changes by `--quick`. Missing fields stay as in the study, but nothing is tuned."""
 
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Seeds of the runs."""
     rows: tuple[Label, ...] | None = Field(default=None, min_length=1)
-    """Rows that are run."""
     columns: tuple[Label, ...] | None = Field(default=None, min_length=1)
-    """Columns that are run."""
     overrides: Overrides = Field(default_factory=dict)
     """Settings that win over those of base, rows and columns."""
 
 
 class Study(Section):
-    """A whole study."""
-
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """Name of the study's folder."""
     base: Overrides = Field(default_factory=dict)
@@ -157,13 +151,12 @@ def quick_study(study: Study) -> Study:
             f"study {study.name} has no `quick` section: add one with seeds and overrides, or drop --quick."
         )
     quick, rows, columns = study.quick, study.rows, study.columns
+    chosen, more = quick.columns or columns, flatten(quick.overrides)
     changes = {
         "name": f"{study.name}-quick",
         "seeds": quick.seeds or study.seeds,
         "rows": {label: rows[label] for label in quick.rows or rows},
-        "columns": {
-            label: {**flatten(columns[label]), **flatten(quick.overrides)} for label in quick.columns or columns
-        },
+        "columns": {label: {**flatten(columns[label]), **more} for label in chosen},
         "tune": None,
         "quick": None,
     }
