@@ -137,6 +137,10 @@ def test_a_bad_setting_is_explained(override, message):
             ["task.name=custom", "task.environment=game.py:Game", "search.explore.reference_share=0.5"],
             "search.explore.reference_share is for responses of one turn",
         ),
+        (
+            ["task.name=custom", "task.environment={agent: a.py:run, tools: [t.py:f]}"],
+            "task.environment.agent plays whole episodes, with tools of its own",
+        ),
         (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
         (["replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),

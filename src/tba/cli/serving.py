@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from tba.cli.usage import Overrides, TargetArgument, number_option
 from tba.config import Config, ConfigError, load_config
+from tba.serve import check_web
 
 if TYPE_CHECKING:
     from tba.observe.run_folder import RunFolder
@@ -86,8 +86,7 @@ def serve(
 
 def check_call(host: str, token: str | None, overrides: list[str]) -> None:
     """Refuse what cannot be served, before torch is imported."""
-    if missing := [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"tba serve needs {' and '.join(missing)}: pip install 'tba-rl[web]'.")
+    check_web("tba serve")
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"--host {host} lets other machines in, and without a token everyone on them: set {TOKEN_VARIABLE}, or give "

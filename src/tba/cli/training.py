@@ -40,6 +40,9 @@ def train(
     tools: Annotated[
         list[str] | None, typer.Option(help="file.py:function that the policy may call; may be repeated.")
     ] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="file.py:function that plays episodes by calls to the served policy.")
+    ] = None,
     max_steps: Annotated[int | None, number_option("Same as train.max_steps=...", kind=int)] = None,
     max_seconds: Annotated[float | None, number_option("Same as train.max_seconds=...")] = None,
     resume: Annotated[
@@ -57,7 +60,7 @@ def train(
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
     arguments, reward, tools = arguments or [], reward or [], tools or []
     talks: dict[str, Any] = {"classes": {code_name(environment): environment}} if environment else {}
-    talks |= {"tools": tools} if tools else {}
+    talks |= ({"tools": tools} if tools else {}) | ({"agent": agent} if agent else {})
     shortcuts = {
         "model.path": model,
         "task.data": data,

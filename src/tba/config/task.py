@@ -72,20 +72,43 @@ class EnvironmentConfig(Section):
     Their public methods are tools (TRL's contract), or they have `reset` and `step`."""
     tools: tuple[Code, ...] = ()
     """Functions without state that the policy may call, `file.py:function`."""
+    agent: Code | None = None
+    """Agent, `file.py:function`, in the place of classes and tools: it gets base_url, api_key, seed, prompt, messages and
+    the columns of a row, plays an episode by calls to the served policy, and returns its reward, or None where rewards
+    are given. The extra `web` is needed."""
     max_turns: int | None = Field(default=None, ge=0)
     """Largest number of answers of the environment in an episode (TRL's max_tool_calling_iterations); None = as many as
     generate.max_new_tokens leaves room for, which counts the whole conversation."""
     timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Longest that one answer of an environment may take. A slower one is ended, and its episode is lost and counted."""
+    """Longest that one answer of an environment may take, or an agent may work without waiting for the policy. A slower one
+    is ended, and its episode is lost and counted."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_class(cls, value: Any) -> Any:
         return {"classes": {code_name(value): value}} if isinstance(value, str) or callable(value) else value
 
+    @model_validator(mode="after")
+    def _check(self) -> EnvironmentConfig:
+        if self.agent is not None and (self.classes or self.tools):
+            raise ValueError(
+                "task.environment.agent plays whole episodes, with tools of its own: leave out classes and tools."
+            )
+        return self
+
     @property
     def is_there(self) -> bool:
-        return bool(self.classes or self.tools)
+        return bool(self.code)
+
+    @property
+    def code(self) -> tuple[str | Callable[..., Any], ...]:
+        """All code of the user that an episode runs."""
+        return (*self.players, *self.tools)
+
+    @property
+    def players(self) -> tuple[str | Callable[..., Any], ...]:
+        """Environments or the agent: they may give a reward of weight 1, and know what to do where a row has no prompt."""
+        return tuple(self.classes.values()) if self.agent is None else (self.agent,)
 
 
 class TLDRConfig(Section):
@@ -222,7 +245,7 @@ class TaskConfig(Section):
         if self.name != "custom":
             return self.label
         parts = [] if self.data is None else [Path(self.data).name.partition(".")[0]]
-        parts += [*map(code_name, self.environment.classes.values()), *(reward.label for reward in self.rewards)]
+        parts += [*map(code_name, self.environment.players), *(reward.label for reward in self.rewards)]
         return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:60] or self.label
 
     def __hash__(self) -> int:
@@ -242,7 +265,7 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
-        if self.name == "custom" and self.data is None and not self.environment.classes:
+        if self.name == "custom" and self.data is None and not self.environment.players:
             raise ValueError(
                 "task.data is needed for task.name=custom: pass --data prompts.jsonl (or task.data=prompts.jsonl)."
             )
@@ -251,13 +274,13 @@ class TaskConfig(Section):
                 f"task.environment is for task.name=custom, and task.name={self.name} has responses of one "
                 "turn: leave it out."
             )
-        if self.name == "custom" and not self.rewards and not self.environment.classes:
+        if self.name == "custom" and not self.rewards and not self.environment.players:
             raise ValueError(
                 "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
                 "task.rewards=[{function: file.py:function}])."
             )
         # The rewards of environments have weight 1.
-        if self.rewards and not self.environment.classes and not any(reward.weight for reward in self.rewards):
+        if self.rewards and not self.environment.players and not any(reward.weight for reward in self.rewards):
             raise ValueError(
                 "task.rewards: every weight is 0, so that nothing can be learned: give one of them another."
             )

@@ -134,6 +134,7 @@ ARGUMENTS = _table("""
     peft_config                     model.lora, from a LoraConfig
     tools                           task.environment.tools: functions that the policy may call, or file.py:name
     environment_factory             task.environment.classes: a class, or a dict of them by the column `environment`
+    agent                           ours alone, task.environment.agent: a function that plays episodes by calls to the policy
 """)
 """Arguments of GRPOTrainer."""
 REFUSED_ARGUMENTS = _table("""

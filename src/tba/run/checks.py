@@ -15,6 +15,7 @@ from tba.config import Config, ConfigError
 from tba.models.paths import SHIPPED, check_there, resolve_path
 from tba.observe.files import check_sinks, read_summary
 from tba.observe.run_folder import RunFolder, others_entry
+from tba.serve import check_web
 from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.reasoning_gym.generators import require_reasoning_gym
 from tba.tasks.rewards.functions import named_rewards
@@ -121,6 +122,8 @@ def check_inputs(config: Config) -> None:
         raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
     if require := REQUIRED.get(config.task.name.partition(":")[0]):
         require()
+    if config.task.environment.agent is not None:
+        check_web("task.environment.agent")
     named_rewards(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)

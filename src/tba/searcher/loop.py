@@ -279,6 +279,10 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
         explores=config.search.explore.probability > 0.0,
     )
     engine = engine if config.model.lora is None else with_adapters(engine, loaded.model)
+    if config.task.environment.agent is not None:
+        from tba.serve.agents import with_agents  # needs an extra
+
+        return with_agents(engine, config, loaded.tokenizer)
     return with_environments(engine, config, loaded.tokenizer)
 
 

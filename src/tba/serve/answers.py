@@ -7,15 +7,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 
 import numpy as np
 
 from tba.engine.contract import RunningTokens
 from tba.serve.bodies import Asked
-from tba.serve.driver import Driver, Job, Update
+from tba.serve.chat import Message
+from tba.serve.driver import Job, JobQueue, Update
 from tba.serve.text import ResponseText
-from tba.types import Completion, Prompt, Request
+from tba.types import Completion, Request
 
 Decode = Callable[[list[int]], str]
 
@@ -29,6 +29,12 @@ class Answer:
     """Without the stop string that ended it."""
     completion: Completion
     """Up to the token that completed a stop string."""
+    message: Message
+    """The response in OpenAI's form, with its tool calls."""
+
+    @property
+    def finish(self) -> str:
+        return "tool_calls" if "tool_calls" in self.message else self.completion.finish
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,16 +50,24 @@ class Piece:
 
 
 class Answers:
-    """The responses to one request: number i answers prompt i // n."""
+    """The responses to one request of a client: number i answers prompt i // n."""
 
-    def __init__(self, driver: Driver, asked: Asked, decode: Decode, *, unique: str, streams: bool) -> None:
-        """Asks the driver for them, or raises QueueFull; `unique` is part of no other request."""
-        self._driver = driver
+    def __init__(
+        self,
+        driver: JobQueue,
+        requests: Sequence[Request],
+        asked: Asked,
+        decode: Decode,
+        *,
+        name: str,
+        streams: bool,
+    ) -> None:
+        """Asks the driver for them, or raises QueueFull; `name` is part of the ids of tool calls."""
+        self._driver, self._requests, self._chat, self._name = driver, requests, asked.chat, name
         self._loop = asyncio.get_running_loop()
         self._latest: dict[int, Update] = {}
         """The newest update of each response that was not read yet: a client that reads slowly costs no memory."""
         self._news = asyncio.Event()
-        requests = requests_of(asked, unique)
         self._texts = [ResponseText(decode, stop=asked.stop, stop_ids=asked.stop_ids) for _ in requests]
         self._num_read, self._num_sent = [0] * len(requests), [0] * len(requests)
         is_watched = streams or bool(asked.stop) or bool(asked.stop_ids)
@@ -69,7 +83,7 @@ class Answers:
             self._loop.call_soon_threadsafe(self._take, index, update)
 
     def _take(self, index: int, update: Update) -> None:
-        self._latest[index] = update
+        self._latest[index] = without_prefix(update, len(self._requests[index].prefix_ids))
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -122,21 +136,26 @@ class Answers:
             behaviour_log_probs=completion.behaviour_log_probs[:count],
             policy_log_probs=completion.policy_log_probs[:count],
             version_spans=tuple(span for span in completion.version_spans if span[0] < max(count, 1)),
-            finish="stop" if text.is_stopped else completion.finish,
+            # A response without room for a token was cut off, whatever came before it.
+            finish="stop" if text.is_stopped else completion.finish if count else "length",
         )
-        return Answer(index=index, text=text.whole, completion=kept)
+        calls = {} if self._chat is None else self._chat.calls(kept.token_ids, f"{self._name}-{index}")
+        message = {"role": "assistant", "content": text.whole, **calls}
+        return Answer(index=index, text=text.whole, completion=kept, message=message)
 
 
-def requests_of(asked: Asked, unique: str) -> list[Request]:
-    """A request for each response: random numbers follow from the seed, the prompt and the sample's number."""
-    return [
-        Request(prompt=prompt, first_sample=sample, sampling=asked.sampling)
-        for prompt in (make_prompt(ids, asked.seed, f"{unique}/{place}") for place, ids in enumerate(asked.prompts))
-        for sample in range(asked.num_samples)
-    ]
-
-
-def make_prompt(token_ids: Sequence[int], seed: int | None, unique: str) -> Prompt:
-    ids = np.array(token_ids, dtype=np.int32)
-    name = unique if seed is None else f"seed {seed}/{blake2b(ids.tobytes(), digest_size=16).hexdigest()}"
-    return Prompt(id=name, token_ids=ids, text="")
+def without_prefix(update: Update, count: int) -> Update:
+    """An update without the tokens that its request began with."""
+    if not count or isinstance(update, Exception):
+        return update
+    own = slice(count, None)
+    if isinstance(update, RunningTokens):
+        return update._replace(token_ids=update.token_ids[own], policy_log_probs=update.policy_log_probs[own])
+    return replace(
+        update,
+        token_ids=update.token_ids[own],
+        behaviour_log_probs=update.behaviour_log_probs[own],
+        policy_log_probs=update.policy_log_probs[own],
+        version_spans=tuple((max(0, first - count), version) for first, version in update.version_spans),
+        num_prefix_tokens=0,
+    )

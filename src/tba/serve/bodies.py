@@ -6,13 +6,16 @@ refused, unless they have the value that changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tba.types import Sampling
+from tba.serve.chat import Chat
+from tba.types import Prompt, Request, Sampling
 
 IGNORED = frozenset(
     (
@@ -35,8 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "bad_words": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -46,7 +47,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 LEAST_TEMPERATURE = 0.01
 """Smaller temperatures than this, except 0, overflow."""
 DEFAULT_TOKENS = 1024
-"""Most tokens of a response where a request does not say, and the context has room."""
 MOST_SAMPLES = 1024
 
 
@@ -130,15 +130,40 @@ class OpenAIFields(SamplingFields):
     return_token_ids: bool | None = None
 
 
+class Function(BaseModel):
+    # Fields that are left out say nothing to a policy, such as `strict`.
+    model_config = ConfigDict(extra="ignore", strict=True)
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCallOfMessage(BaseModel):
+    id: str | None = None
+    function: CalledFunction
+
+
 class Message(BaseModel):
-    # Other fields are the template's: names, tool calls of earlier turns.
+    # Other fields are the template's, such as names.
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCallOfMessage] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as templates take it, its text in one string."""
-        found: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
+        """The message with its text in one string."""
+        found: dict[str, Any] = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             if other := [part.get("type") for part in self.content if not isinstance(part.get("text"), str)]:
                 raise BadRequest(
@@ -150,6 +175,8 @@ class Message(BaseModel):
 
 class ChatBody(OpenAIFields):
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -225,6 +252,8 @@ class Limits:
     max_length: int
     """Longest prompt and response together."""
     vocabulary: int
+    default_tokens: int = DEFAULT_TOKENS
+    """Most tokens of a response where a request does not say, and the context has room."""
 
     def check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -249,9 +278,33 @@ class Asked:
     stop_ids: list[int]
     skips_special: bool = True
     """Whether special tokens are left out of the text."""
+    chat: Chat | None = None
+    """The conversation behind the one prompt; None = the prompts came as texts or tokens."""
+
+    def requests(self, unique: str) -> list[Request]:
+        """A request for each response: random numbers follow from the seed, the prompt and the sample's number. `unique` is
+        part of no other request."""
+        return [
+            Request(prompt=prompt, first_sample=sample, sampling=self.sampling, samples=1)
+            for prompt in (make_prompt(ids, self.seed, f"{unique}/{place}") for place, ids in enumerate(self.prompts))
+            for sample in range(self.num_samples)
+        ]
 
 
-def asked(fields: SamplingFields, prompts: list[list[int]], *, limits: Limits, max_tokens: int | None) -> Asked:
+def make_prompt(token_ids: Sequence[int], seed: int | None, unique: str) -> Prompt:
+    ids = np.array(token_ids, dtype=np.int32)
+    name = unique if seed is None else f"seed {seed}/{blake2b(ids.tobytes(), digest_size=16).hexdigest()}"
+    return Prompt(id=name, token_ids=ids, text="")
+
+
+def asked(
+    fields: SamplingFields,
+    prompts: list[list[int]],
+    *,
+    limits: Limits,
+    max_tokens: int | None,
+    chat: Chat | None = None,
+) -> Asked:
     """What a request asks for; `max_tokens` is the most tokens of a response, None = as the room allows."""
     for prompt in prompts:
         limits.check(prompt)
@@ -264,7 +317,7 @@ def asked(fields: SamplingFields, prompts: list[list[int]], *, limits: Limits, m
             param="max_tokens" if longest < limits.max_length else "prompt",
             code="context_length_exceeded",
         )
-    most = max_tokens or max(min(DEFAULT_TOKENS, limits.max_length - longest), fields.min_tokens or 0)
+    most = max_tokens or max(min(limits.default_tokens, limits.max_length - longest), fields.min_tokens or 0)
     return Asked(
         prompts=prompts,
         num_samples=fields.n or 1,
@@ -273,4 +326,5 @@ def asked(fields: SamplingFields, prompts: list[list[int]], *, limits: Limits, m
         stop=fields.stops,
         stop_ids=fields.stop_token_ids or [],
         skips_special=fields.skip_special_tokens is not False,
+        chat=chat,
     )

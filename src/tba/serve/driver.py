@@ -1,8 +1,8 @@
-"""The thread that generates: one call of `Engine.generate` serves all clients, whose responses share decode steps.
+"""Responses that other threads wait for: one call of `Engine.generate` serves all clients, who share decode steps.
 
-Other threads hand it jobs, cancellations and weights through one queue of commands. The engine takes jobs as slots fall
-free. Between two decode steps the driver carries commands out, and delivers the tokens so far of responses that are watched.
-While nothing runs it blocks on the queue.
+Other threads hand over jobs, cancellations and weights through one queue of commands. The engine takes jobs as slots fall
+free. Between two decode steps commands are carried out, and the tokens so far of responses that are watched are delivered.
+A `Driver` generates in a thread of its own. While nothing runs it blocks on the queue.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -60,8 +61,8 @@ class Job:
         return self.request.prompt.id, self.request.first_sample
 
 
-class Driver:
-    """Generates for many clients with one engine."""
+class JobQueue:
+    """Jobs of many threads, as one thread generates them with one engine."""
 
     def __init__(self, engine: Engine, *, max_waiting: int) -> None:
         """`max_waiting` is the largest number of responses that wait for slots."""
@@ -72,16 +73,12 @@ class Driver:
         self._num_open = 0
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closed = False
-        # The rest belongs to the driver's thread.
+        # The rest belongs to the thread that generates.
         self._waiting: deque[Job] = deque()
         self._running: dict[tuple[str, int], Job] = {}
         self._watched: dict[Request, Job] = {}
         self._ending: set[Request] = set()
         self._next_look = 0.0
-        # Each thread has a current GPU of its own, and kernels go to that one.
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
 
     # --- for other threads ------------------------------------------------------------------------------------------
 
@@ -109,73 +106,41 @@ class Driver:
         """End responses early. A running one is delivered as far as it came, one that waits is not."""
         self._commands.put(lambda: self._end(jobs))
 
-    def load(self, weights: Weights) -> None:
-        """Load other weights between two decode steps; running responses go on with them."""
-        self._commands.put(lambda: self._load(weights))
-
     def close(self) -> None:
-        """End everything, and the thread."""
+        """Take no more jobs."""
         with self._lock:
             self._closed = True
-        self._commands.put(lambda: None)  # wakes the thread
-        self._thread.join(STOP_SECONDS)
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- for the thread that generates ------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
-        while not self._closed:
-            try:
-                # Every request has a sampling of its own, so the call's is never used.
-                own = Sampling(max_new_tokens=1)
-                generated = self.engine.generate(
-                    self, samples_per_prompt=1, sampling=own, between_steps=self._between_steps
-                )
-                for completion in generated:
-                    self._finish(self._running[completion.prompt_id, completion.sample_index], completion)
-            except Exception as error:  # of a model, a device or memory: those that wait may fare better
-                logger.exception("the engine failed, and with it %d responses", len(self._running))
-                for job in list(self._running.values()):
-                    self._finish(job, EngineFailed(f"{type(error).__name__}: {error}"))
-        self._take_commands()
-        for job in [*self._running.values(), *self._waiting]:
-            self._finish(job, DriverClosed("the server is shutting down."))
-
-    def __iter__(self) -> Iterator[Request | None]:
-        return self
-
-    def __next__(self) -> Request | None:
-        """The next request for the engine; None = none now, and others run."""
-        self._take_commands()
-        while (job := self._next_job()) is None:
-            if self._running:
-                return None
-            if self._closed:
-                raise StopIteration
+    def take_commands(self, wait_seconds: float = 0.0) -> None:
+        """Carry out the commands that have come; waits for the first, but not longer than the time."""
+        if wait_seconds:
+            with suppress(Empty):
+                self._commands.get(timeout=wait_seconds)()
+        while not self._commands.empty():
             self._commands.get()()
-        self._running[job.key] = job
-        if job.is_watched:
-            self._watched[job.request] = job
-        return job.request
 
-    def _next_job(self) -> Job | None:
-        """The job that has waited longest. Of two with the same key, prompt and random numbers are the same: the second
-        waits until the first is done, as completions are told apart by their keys."""
+    def start_next(self) -> Job | None:
+        """The job that has waited longest, which runs from now on. Of two with the same key, prompt and random numbers are
+        the same: the second waits until the first is done, as completions are told apart by their keys."""
         if self._closed:
             return None
         for place, job in enumerate(self._waiting):
             if job.key not in self._running:
                 del self._waiting[place]
+                self._running[job.key] = job
+                if job.is_watched:
+                    self._watched[job.request] = job
                 return job
         return None
 
-    def _take_commands(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
+    def open_jobs(self) -> list[Job]:
+        """Jobs that run or wait."""
+        return [*self._running.values(), *self._waiting]
 
-    def _between_steps(self) -> None:
-        self._take_commands()
+    def between_steps(self) -> None:
+        self.take_commands()
         if self._closed:
             self._ending.update(job.request for job in self._running.values())
         if self._ending:
@@ -185,6 +150,17 @@ class Driver:
                 self._watched[found.request].deliver(found)
             self._next_look = time.monotonic() + LOOK_SECONDS
 
+    def finish(self, completion: Completion) -> None:
+        """Deliver a response of the engine."""
+        self._finish(self._running[completion.prompt_id, completion.sample_index], completion)
+
+    def give_up(self, error: Exception) -> None:
+        """Deliver an error to all jobs, those that wait included."""
+        self.take_commands()
+        waiting, self._waiting = self._waiting, deque()
+        for job in [*self._running.values(), *waiting]:
+            self._finish(job, error)
+
     def _end(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if self._running.get(job.key) is job:
@@ -193,12 +169,6 @@ class Driver:
             elif job in self._waiting:
                 self._waiting.remove(job)
                 self._leave()
-
-    def _load(self, weights: Weights) -> None:
-        try:
-            self.engine.load(weights)
-        except Exception:  # weights of another model: nothing was changed
-            logger.exception("weights of version %d do not fit, and version %d stays", weights.version, self.version)
 
     def _finish(self, job: Job, result: Completion | Exception) -> None:
         self._running.pop(job.key, None)
@@ -210,3 +180,62 @@ class Driver:
     def _leave(self) -> None:
         with self._lock:
             self._num_open -= 1
+
+
+class Driver(JobQueue):
+    """Generates for many clients in a thread of its own."""
+
+    def __init__(self, engine: Engine, *, max_waiting: int) -> None:
+        super().__init__(engine, max_waiting=max_waiting)
+        # Each thread has a current GPU of its own, and kernels go to that one.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def load(self, weights: Weights) -> None:
+        """Load other weights between two decode steps; running responses go on with them."""
+        self._commands.put(lambda: self._load(weights))
+
+    def close(self) -> None:
+        """End everything, and the thread."""
+        super().close()
+        self._commands.put(lambda: None)  # wakes the thread
+        self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        while not self._closed:
+            try:
+                # Every request has a sampling of its own, so the call's is never used.
+                own = Sampling(max_new_tokens=1)
+                generated = self.engine.generate(
+                    self, samples_per_prompt=1, sampling=own, between_steps=self.between_steps
+                )
+                for completion in generated:
+                    self.finish(completion)
+            except Exception as error:  # of a model, a device or memory: those that wait may fare better
+                logger.exception("the engine failed, and with it %d responses", len(self._running))
+                for job in list(self._running.values()):
+                    self._finish(job, EngineFailed(f"{type(error).__name__}: {error}"))
+        self.give_up(DriverClosed("the server is shutting down."))
+
+    def __iter__(self) -> Iterator[Request | None]:
+        return self
+
+    def __next__(self) -> Request | None:
+        """The next request for the engine; None = none now, and others run."""
+        self.take_commands()
+        while (job := self.start_next()) is None:
+            if self._running:
+                return None
+            if self._closed:
+                raise StopIteration
+            self._commands.get()()
+        return job.request
+
+    def _load(self, weights: Weights) -> None:
+        try:
+            self.engine.load(weights)
+        except Exception:  # weights of another model: nothing was changed
+            logger.exception("weights of version %d do not fit, and version %d stays", weights.version, self.version)

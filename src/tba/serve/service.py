@@ -19,7 +19,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -46,10 +46,12 @@ from tba.serve.bodies import (
     asked,
     parse_body,
 )
-from tba.serve.driver import Driver, DriverClosed, EngineFailed, QueueFull
+from tba.serve.chat import Chat, template_messages
+from tba.serve.driver import DriverClosed, EngineFailed, JobQueue, QueueFull
 from tba.serve.sessions import KEY_PREFIX, Call, Session, Sessions, TooManySessions
 from tba.serve.shapes import Shape, error_body, generated
 from tba.tasks.data.make_prompt import PromptRefused, encode
+from tba.tasks.environments.chat_format import ChatFormat
 
 MOST_BYTES = 2**25
 """Longest body of a request."""
@@ -82,23 +84,26 @@ class Service:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: JobQueue,
         tokenizer: PreTrainedTokenizerBase,
         sessions: Sessions,
         *,
-        name: str,
+        name: str | None,
         token: str | None = None,
-        template: dict[str, Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        """`name` is the model's; `token` is demanded of every client, None = of none; `template` are arguments of the chat
-        template where a request gives no others."""
+        """`name` is the model's, None = clients may use any; `token` is demanded of every client, None = of none; `template`
+        are arguments of the chat template where a request gives no others; `limits` None = those of the model."""
         self.driver, self.tokenizer, self.sessions = driver, tokenizer, sessions
         self.name, self.token, self.template = name, token, template or {}
-        self.limits = Limits(max_length=driver.engine.max_length, vocabulary=driver.engine.vocabulary)
+        engine = driver.engine
+        self.limits = limits or Limits(max_length=engine.max_length, vocabulary=engine.vocabulary)
         self.created = int(time.time())
         # Random numbers are keyed by prompt ids: those of another start of the server must not come again.
         self._start, self._numbers = secrets.token_hex(8), itertools.count()
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+        self._form = lru_cache(maxsize=64)(self._make_form)
         # A client's own template would be a program of its own; the others are not arguments of a template.
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
@@ -150,7 +155,7 @@ class Service:
             raise BadRequest(str(error), **FAILURES[type(error)]) from None
 
     def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self.name:
+        if None not in (model, self.name) and model != self.name:
             raise BadRequest(
                 f"the model {model!r} is not served here: {self.name!r} is.",
                 status=404,
@@ -165,20 +170,24 @@ class Service:
 
     async def _models(self, request: WebRequest) -> Response:
         self._caller(request)
-        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "tba"}
-        model |= {"max_model_len": self.limits.max_length, "tba": {"version": self.driver.version}}
+        model = {"id": self.name or "policy", "object": "model", "created": self.created, "owned_by": "tba"}
+        model |= {"max_model_len": self.driver.engine.max_length, "tba": {"version": self.driver.version}}
         return JSONResponse({"object": "list", "data": [model]})
 
     # --- responses --------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: WebRequest, fields: Any, caller: Caller) -> Response:
         body = parse_body(ChatBody, fields)
-        prompt = self._chat_prompt(body)
+        chat = self._chat_of(body)
+        try:
+            prompt = chat.prompt_ids(caller.session.calls if caller.session else (), self.driver.engine.stop_ids)
+        except PromptRefused as error:
+            raise BadRequest(f"messages: {error}", param="messages") from None
         most = body.max_completion_tokens or body.max_tokens
-        wanted = asked(body, [prompt], limits=self.limits, max_tokens=most)
+        wanted = asked(body, [prompt], limits=self.limits, max_tokens=most, chat=chat)
         return await self._answer(request, body, wanted, caller, is_chat=True, with_log_probs=bool(body.logprobs))
 
-    def _chat_prompt(self, body: ChatBody) -> list[int]:
+    def _chat_of(self, body: ChatBody) -> Chat:
         if self.tokenizer.chat_template is None:
             raise BadRequest("this model has no chat template: use /v1/completions.", param="messages")
         given = body.chat_template_kwargs or {}
@@ -186,11 +195,17 @@ class Service:
             raise BadRequest(
                 f"chat_template_kwargs: {reserved[0]} is not for the template.", param="chat_template_kwargs"
             )
-        messages = [message.plain() for message in body.messages]
+        tools = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools or ()]
+        kind = json.dumps([tools, {**self.template, **given}])
+        messages = template_messages([message.plain() for message in body.messages])
+        return Chat(kind=kind, form=self._form(kind), messages=messages)
+
+    def _make_form(self, kind: str) -> ChatFormat:
+        tools, template = json.loads(kind)
         try:
-            return encode(messages, self.tokenizer, {**self.template, **given})
-        except PromptRefused as error:
-            raise BadRequest(f"messages: the prompt {error}", param="messages") from None
+            return ChatFormat(self.tokenizer, tools, template)
+        except ValueError as error:
+            raise BadRequest(str(error), param="tools" if tools else "messages") from None
 
     async def _completions(self, request: WebRequest, fields: Any, caller: Caller) -> Response:
         body = parse_body(CompletionBody, fields)
@@ -217,14 +232,15 @@ class Service:
         shape = Shape(
             id=self._new_id("chatcmpl" if is_chat else "cmpl"),
             created=int(time.time()),
-            model=self.name,
+            model=self.name or body.model or "policy",
             is_chat=is_chat,
             asked=wanted,
             with_log_probs=with_log_probs,
             with_token_ids=bool(body.return_token_ids),
             token_text=self._token_text,
         )
-        answers = self._ask(wanted, shape.id, streams=bool(body.stream))
+        # With tools nothing is told before the end, so nobody looks at running responses.
+        answers = self._ask(wanted, caller, shape.id, streams=bool(body.stream) and not shape.has_tools)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(
@@ -242,11 +258,12 @@ class Service:
         found: list[Answer] = []
         try:
             async for piece in answers.pieces():
-                if (chunk := shape.chunk(piece)) is not None:
-                    yield _event(chunk)
+                # Noted first: the client may go on from it as soon as it has the last chunk.
                 if piece.answer is not None:
                     found.append(piece.answer)
                     self._note(caller, shape.id, shape.asked, [piece.answer])
+                if (chunk := shape.chunk(piece)) is not None:
+                    yield _event(chunk)
         except (EngineFailed, DriverClosed) as error:  # the status is sent already: an event says it
             yield _event(error_body(str(error), "server_error"))
             return
@@ -260,20 +277,21 @@ class Service:
         sampling = body.sampling_params
         wanted = asked(sampling, [body.token_ids], limits=self.limits, max_tokens=sampling.max_tokens)
         name = self._new_id("gen")
-        found = await unless_gone(request, self._ask(wanted, name, streams=False).all())
+        found = await unless_gone(request, self._ask(wanted, caller, name, streams=False).all())
         if found is None:
             return Response(status_code=CLIENT_GONE)
         self._note(caller, name, wanted, found)
         return _json(generated(name, wanted, found, with_log_probs=sampling.logprobs is not None))
 
-    def _ask(self, wanted: Asked, name: str, *, streams: bool) -> Answers:
+    def _ask(self, wanted: Asked, caller: Caller, name: str, *, streams: bool) -> Answers:
         count = len(wanted.prompts) * wanted.num_samples
         if count > self.driver.most_open:
             raise BadRequest(
                 f"the request asks for {count} responses, and this server holds {self.driver.most_open}.", param="n"
             )
         decode = partial(self.tokenizer.decode, skip_special_tokens=wanted.skips_special)
-        return Answers(self.driver, wanted, decode, unique=name, streams=streams)
+        requests = wanted.requests(name) if caller.session is None else caller.session.requests(wanted, name)
+        return Answers(self.driver, requests, wanted, decode, name=name, streams=streams)
 
     def _new_id(self, kind: str) -> str:
         return f"{kind}-{self._start}-{next(self._numbers)}"
@@ -281,7 +299,9 @@ class Service:
     def _note(self, caller: Caller, name: str, wanted: Asked, answers: list[Answer]) -> None:
         """Keep answers in the session of the caller."""
         if caller.session is not None:
-            caller.session.calls += [call_of(name, wanted, answer) for answer in answers]
+            # A response for which there was no room is no part of the episode.
+            kept = [answer for answer in answers if len(answer.completion.token_ids)]
+            caller.session.calls += [call_of(name, wanted, answer) for answer in kept]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -300,8 +320,9 @@ class Service:
         return JSONResponse({"message": "success", "interaction_count": len(session.calls)})
 
     async def _end_session(self, request: WebRequest, fields: Any, caller: Caller) -> Response:
-        key, _ = _of_session(caller)
-        return _json(self.sessions.end(key).as_json())
+        key, session = _of_session(caller)
+        self.sessions.end(key)
+        return _json(session.as_json())
 
 
 def _of_session(caller: Caller) -> tuple[str, Session]:
@@ -322,6 +343,8 @@ def call_of(name: str, wanted: Asked, answer: Answer) -> Call:
         behaviour_log_probs=completion.behaviour_log_probs,
         version_spans=completion.version_spans,
         finish=completion.finish,
+        chat=wanted.chat,
+        message=template_messages([answer.message])[0],
     )
 
 

@@ -5,7 +5,7 @@ exact token prefixes: a call whose prompt begins with all tokens of a trajectory
 tool's or a user's words) was not chosen by the policy. Every other call begins a trajectory of its own, such as one of a
 second agent, or one whose history was written anew. Each token that the policy chose is in exactly one trajectory.
 
-Nothing here knows of HTTP or engines.
+Nothing here knows of HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from tba.types import Finish
+from tba.serve.bodies import Asked
+from tba.serve.chat import Chat, Message
+from tba.types import Finish, Request
 
 KEY_PREFIX = "tba-session-"
 """Beginning of every session's key: a key of a session that has ended is refused, and not taken for no session."""
@@ -39,6 +41,15 @@ class Call:
     behaviour_log_probs: np.ndarray
     version_spans: tuple[tuple[int, int], ...]
     finish: Finish
+    chat: Chat | None = None
+    """The conversation that it answers; None = its prompt came as text or tokens."""
+    message: Message = field(default_factory=dict)
+    """The response as chat templates take it."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation with the response."""
+        return [*(self.chat.messages if self.chat else ()), self.message]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,11 +158,15 @@ class Session:
 
     id: str
     task_id: str | None
-    used: float
+    used: float = 0.0
     """Time of the last call, by the clock of `Sessions`."""
     calls: list[Call] = field(default_factory=list)
     reward: float | None = None
     call_rewards: dict[str, float] = field(default_factory=dict)
+
+    def requests(self, asked: Asked, unique: str) -> list[Request]:
+        """The engine's requests for a call of the session."""
+        return asked.requests(unique)
 
     def set_reward(self, reward: float, call_id: str | None) -> None:
         """The reward of the episode, or of one call; a later one takes the place of an earlier one."""
@@ -186,13 +201,21 @@ class Sessions:
 
     def start(self, task_id: str | None = None) -> tuple[str, Session]:
         """A new session and its key."""
+        session = Session(id=secrets.token_hex(8), task_id=task_id)
+        return self.add(session), session
+
+    def add(self, session: Session) -> str:
+        """The key of a session that begins now."""
         self._forget_idle()
         if len(self._by_key) >= self.most:
             raise TooManySessions(f"{len(self._by_key)} sessions go on, of at most {self.most}: end some.")
-        key = KEY_PREFIX + secrets.token_urlsafe(24)
-        session = Session(id=secrets.token_hex(8), task_id=task_id, used=self._clock())
+        key, session.used = KEY_PREFIX + secrets.token_urlsafe(24), self._clock()
         self._by_key[key] = session
-        return key, session
+        return key
+
+    def clear(self) -> None:
+        """End all sessions."""
+        self._by_key.clear()
 
     def find(self, key: str) -> Session | None:
         session = self._by_key.get(key)
@@ -200,8 +223,8 @@ class Sessions:
             session.used = self._clock()
         return session
 
-    def end(self, key: str) -> Session:
-        return self._by_key.pop(key)
+    def end(self, key: str) -> Session | None:
+        return self._by_key.pop(key, None)
 
     def _forget_idle(self) -> None:
         last = self._clock() - self.idle_seconds

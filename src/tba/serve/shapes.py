@@ -35,6 +35,10 @@ class Shape:
     _begun: set[int] = field(default_factory=set)
     """Choices of which a chunk was made."""
 
+    @property
+    def has_tools(self) -> bool:
+        return self.asked.chat is not None and bool(self.asked.chat.form.tools)
+
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """All answers at once."""
         choices = []
@@ -42,7 +46,7 @@ class Shape:
             completion = answer.completion
             choice = self._choice(answer.index, completion.token_ids, completion.policy_log_probs)
             if self.is_chat:
-                choice["message"] = {"role": "assistant", "content": answer.text}
+                choice["message"] = answer.message
             else:
                 choice["text"] = answer.text
             choices.append(choice | self._prompt_ids(answer.index) | _end_of(answer))
@@ -60,7 +64,10 @@ class Shape:
         self._begun.add(piece.index)
         choice = self._choice(piece.index, piece.token_ids, piece.log_probs)
         if self.is_chat:
-            choice["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": piece.text}
+            said: dict[str, Any] = {"content": piece.text}
+            if self.has_tools:  # calls are known at the end, so all comes then
+                said = {} if piece.answer is None else _indexed(piece.answer)
+            choice["delta"] = ({"role": "assistant"} if is_first else {}) | said
         else:
             choice["text"] = piece.text
         choice |= (self._prompt_ids(piece.index) if is_first else {}) | (_end_of(piece.answer) if piece.answer else {})
@@ -100,9 +107,16 @@ def _token(text: str, log_prob: float) -> dict[str, Any]:
     return {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
 
 
+def _indexed(answer: Answer) -> dict[str, Any]:
+    """The message of an answer as OpenAI streams it: each tool call has a number."""
+    message = dict(answer.message)
+    calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", ()))]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
 def _end_of(answer: Answer) -> dict[str, Any]:
     spans = [list(span) for span in answer.completion.version_spans]
-    return {"finish_reason": answer.completion.finish, "version_spans": spans}
+    return {"finish_reason": answer.finish, "version_spans": spans}
 
 
 def _version(answers: Sequence[Answer]) -> dict[str, int]:

@@ -47,13 +47,13 @@ class CustomTask(RewardsTask):
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
         # Without importing the rewards' files: they may load models, and every role makes the task.
-        for place in (*config.environment.classes.values(), *config.environment.tools):
+        for place in config.environment.code:
             check_code(place)
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         super().__init__(config.rewards)
         self.reward_weights = {
             # Rewards that environments give have weight 1, under the names of their classes.
-            **{code_name(own): 1.0 for own in config.environment.classes.values()},
+            **{code_name(own): 1.0 for own in config.environment.players},
             **{reward.label: reward.weight for reward in config.rewards},
         }
         self._data = config.data
@@ -203,7 +203,7 @@ class PromptReader:
         if not isinstance(row.value, dict):
             raise BadRow("no object", unusable)
         # An environment's reset says what there is to do: its rows may do without a prompt.
-        is_silent = bool(self.config.environment.classes) and "prompt" not in row.value
+        is_silent = bool(self.config.environment.players) and "prompt" not in row.value
         if not is_silent and "prompt" not in row.value:
             others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
             raise BadRow("missing column", unusable + others)

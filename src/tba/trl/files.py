@@ -146,18 +146,19 @@ def reward_configs(
     return found
 
 
-def environment_code(factory: Any, tools: Sequence[Any] | None) -> tuple[dict[str, Any], list[Any]]:
-    """Classes of environments by name, and tools, as task.environment takes them."""
+def environment_code(factory: Any, tools: Sequence[Any] | None, agent: Any) -> dict[str, Any]:
+    """Classes of environments by name, tools and agent, as task.environment takes them."""
     from tba.tasks.rewards.load_function import check_code
 
     named = factory if isinstance(factory, Mapping) else {code_name(factory): factory}
     classes = {} if factory is None else dict(named)
-    for kind, given in (("environment_factory", classes.values()), ("tools", tools or ())):
+    agents = () if agent is None else (agent,)
+    for kind, given in (("environment_factory", classes.values()), ("tools", tools or ()), ("agent", agents)):
         for own in given:
             if not callable(own) and not isinstance(own, str):
                 raise ConfigError(f"{kind} has a {type(own).__name__}: give functions or classes, or `file.py:name`.")
             check_code(own)  # what is wrong with it shows now, not when the run starts
-    return classes, list(tools or ())
+    return {"classes": classes, "tools": list(tools or ()), "agent": agent}
 
 
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:

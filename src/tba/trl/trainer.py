@@ -69,14 +69,16 @@ class TBATrainer:
         reward_weights: Sequence[float] | None = None,
         tools: Sequence[Any] | None = None,
         environment_factory: Any = None,
+        agent: Any = None,
         **others: Any,
     ) -> None:
         """`model` is a folder, a hub name or a transformers model; `reward_funcs` are functions, `file.py:name`, or reward
         models by name or as objects; datasets are JSONL files, lists of rows or Hugging Face datasets. `tools` and
-        `environment_factory` are what the policy talks to (docs/environments.md)."""
+        `environment_factory` are what the policy talks to, `agent` is a function that talks to it (docs/environments.md)."""
         _refuse(others)
-        classes, functions = environment_code(environment_factory, tools)
-        if train_dataset is None and not classes:
+        environment = environment_code(environment_factory, tools, agent)
+        plays = bool(environment["classes"] or agent)
+        if train_dataset is None and not plays:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         # Order: refuse what is cheap to see, write the data, count its rows, resolve steps and epochs by them.
         self.args = TBAConfig.of(args)
@@ -90,9 +92,9 @@ class TBATrainer:
             "name": "custom",
             "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
             "eval_data": dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
-            "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs, optional=bool(classes)),
+            "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs, optional=plays),
         }
-        task["environment"] = task["environment"] | {"classes": classes, "tools": functions}
+        task["environment"] = task["environment"] | environment
         # Epochs become steps by the rows that are trained on, held-out ones not counted.
         rows = num_train_prompts(TaskConfig(**task))
         settings = self.args.resolved(num_rows=rows).model_dump(mode="json")

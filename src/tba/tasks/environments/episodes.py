@@ -79,9 +79,11 @@ class EpisodeEngine:
     ) -> None:
         """`template` is what the chat template gets besides messages and tools."""
         self.engine = engine
+        self.options: dict[str, Any] = {"seed": seed, "max_turns": max_turns, "template": template}
+        """What a clone is made with."""
         self.environments = make_environments()
         self.tokenizer, self.seed, self.max_turns = tokenizer, seed, max_turns
-        self._make_environments, self._template = make_environments, template
+        self._make_environments, self.template = make_environments, template or {}
         self._formats: dict[str, ChatFormat | PlainFormat] = {}
         self._sibling: EpisodeEngine | None = None
 
@@ -97,14 +99,8 @@ class EpisodeEngine:
     def clone_for_evaluation(self) -> EpisodeEngine:
         """An engine with environments of its own: an evaluation goes on in the middle of a search."""
         if self._sibling is None:
-            self._sibling = EpisodeEngine(
-                self.engine.clone_for_evaluation(),
-                self._make_environments,
-                self.tokenizer,
-                seed=self.seed,
-                max_turns=self.max_turns,
-                template=self._template,
-            )
+            clone = self.engine.clone_for_evaluation()
+            self._sibling = type(self)(clone, self._make_environments, self.tokenizer, **self.options)
         else:
             self._sibling.engine = self.engine.clone_for_evaluation()
         return self._sibling
@@ -120,16 +116,19 @@ class EpisodeEngine:
         """Yield episodes as they finish; see Engine.generate. `sampling.max_new_tokens` counts the whole conversation."""
         # A host that cannot start is found before anything is read.
         _ = self.environments.ready
-        turns = Turns(self, iter(requests), samples_per_prompt, sampling, between_steps)
+        turns = self._turns(iter(requests), samples_per_prompt, sampling, between_steps)
         try:
             for completion in self.engine.generate(
-                turns, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
+                turns, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=turns.between_steps
             ):
                 episode = turns.received(completion)
                 if episode is not None:
                     yield episode
         finally:
-            self.environments.give_up()
+            turns.give_up()
+
+    def _turns(self, *given: Any) -> Turns:
+        return Turns(self, *given)
 
     def format_of(self, kind: str) -> ChatFormat | PlainFormat:
         """How conversations with an environment become tokens."""
@@ -139,7 +138,7 @@ class EpisodeEngine:
                 if self.tokenizer.chat_template is None:
                     self._formats[kind] = PlainFormat(self.tokenizer, ready.tools[kind])
                 else:
-                    form = self._formats[kind] = ChatFormat(self.tokenizer, ready.tools[kind], self._template)
+                    form = self._formats[kind] = ChatFormat(self.tokenizer, ready.tools[kind], self.template)
                     form.check_stops(self.engine.stop_ids, role="user" if kind in ready.steps else "tool")
             except ValueError as error:  # a new searcher would meet it again
                 raise RewardUnusable(str(error)) from error
@@ -244,7 +243,7 @@ class Turns:
     ) -> None:
         self._engine, self._environments = engine, engine.environments
         self._requests, self._samples, self._sampling = requests, samples_per_prompt, sampling
-        self._between_steps = between_steps
+        self.between_steps = between_steps or (lambda: None)
         self._episodes: dict[EpisodeKey, Running] = {}
         self._resetting: dict[tuple[str, int], dict[int, Answer]] = {}
         """First answers of the environments of each rollout that has not begun, by sample."""
@@ -270,8 +269,7 @@ class Turns:
                     raise StopIteration
                 return None
             # Nothing is generated: wait for the environments, with signs of life.
-            if self._between_steps is not None:
-                self._between_steps()
+            self.between_steps()
             self._take_answers(POLL_SECONDS)
 
     def received(self, completion: Completion) -> Completion | None:
@@ -283,6 +281,10 @@ class Turns:
         self._end_turn(running, running.add_turn(completion), completion.finish)
         return None
 
+    def give_up(self) -> None:
+        """Forget all episodes that run."""
+        self._environments.give_up()
+
     # Rollouts
 
     def _may_open(self) -> bool:
@@ -290,24 +292,27 @@ class Turns:
         return not self._episodes or len(self._episodes) + self._samples <= OPEN_PER_SLOT * self._engine.slots
 
     def _open(self) -> bool:
-        """Read a rollout and reset its environments -> whether there was one."""
+        """Read a rollout and start it -> whether there was one."""
         try:
             request = next(self._requests)
         except StopIteration:
             self._exhausted = True
             return False
-        if request is None:
-            return False
+        if request is not None:
+            self._start(request, range(request.first_sample, request.first_sample + (request.samples or self._samples)))
+        return request is not None
+
+    def _start(self, request: Request, samples: range) -> None:
+        """Reset the environments of a rollout."""
         kind, prompt = self._engine.kind_of(request.prompt), request.prompt
         columns = {"prompt": prompt.text, **prompt.columns}
         if len(self._environments.ready.tools) > 1:
             columns.pop("environment")  # it has done its part: TRL's environments do not get it
-        for sample in range(request.first_sample, request.first_sample + (request.samples or self._samples)):
+        for sample in samples:
             running = Running(request=request, sample_index=sample, kind=kind, prompt=prompt)
             self._episodes[running.key] = running
             self._environments.ask(running.key, "start", kind, columns, seed_of(self._engine.seed, prompt))
         self._resetting[prompt.id, request.first_sample] = {}
-        return True
 
     def _take_answers(self, wait_seconds: float) -> None:
         for key, answer in self._environments.answers(wait_seconds):

@@ -11,6 +11,7 @@ has a single thread, so that a fork takes no locks of other threads with it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -45,6 +46,8 @@ class EnvironmentSpec:
     rewards: Mapping[str, str]
     """Names of the rewards that they give."""
     tools: tuple[str | Callable[..., Any], ...] = ()
+    agent: str | Callable[..., Any] | None = None
+    """Function that plays whole episodes, in the place of environments."""
     timeout_seconds: float = 30.0
     """Longest that one answer may take."""
     copies: bool = False
@@ -97,6 +100,9 @@ class EnvironmentHost:
                     f"environment {kind.name} has no get_reward, and there is no other reward: add the method, or name a "
                     "function as task.rewards (--reward, reward_funcs)."
                 )
+        self._agent = None if spec.agent is None else _loaded(spec.agent, "agent")
+        # The served policy is on this machine: no proxy stands before it.
+        os.environ.setdefault("NO_PROXY", "127.0.0.1")
         if not self._kinds:
             self._kinds = {NO_TOOLS: Kind(name=NO_TOOLS, make=None, tools={}, steps=False)}
         functions = [_loaded(own, "tool") for own in spec.tools]
@@ -119,7 +125,7 @@ class EnvironmentHost:
         while True:
             working = [child for child in self._busy.values() if child.deadline is not None]
             due = min((child.deadline for child in working if child.deadline is not None), default=None)
-            timeout = None if due is None else max(0.0, due - time.monotonic())
+            timeout = None if due in (None, math.inf) else max(0.0, due - time.monotonic())
             ready = wait([connection, *(child.connection for child in working)], timeout)
             for child in working:
                 answer = self._answer(child, ready)
@@ -133,7 +139,10 @@ class EnvironmentHost:
                 if episode is None:  # all episodes are given up
                     for child in list(self._busy.values()):
                         self._end(child)
-                elif job[0] == "start" or episode in self._busy:
+                elif job[0] == "end":
+                    if episode in self._busy:
+                        self._end(self._busy[episode])
+                elif job[0] in ("start", "run") or episode in self._busy:
                     self._begin(episode, job)
                 else:
                     connection.send((episode, Answer(error="the environment was lost with its process")))
@@ -141,7 +150,7 @@ class EnvironmentHost:
     def _begin(self, episode: JobKey, job: tuple[Any, ...]) -> None:
         """Give a job to the episode's child."""
         child = self._busy.get(episode) or self._take(episode)
-        child.ends = job[0] == "finish"
+        child.ends = job[0] in ("finish", "run")
         child.deadline = time.monotonic() + self._spec.timeout_seconds
         with suppress(OSError):  # it has died: its connection reads as ended
             child.connection.send(job)
@@ -167,7 +176,7 @@ class EnvironmentHost:
 
     def _failed(self, child: Child, why: str) -> Answer:
         self._end(child)
-        return Answer(error=f"the environment {why}")
+        return Answer(error=f"the {'environment' if self._agent is None else 'agent'} {why}")
 
     def _end(self, child: Child) -> None:
         self._busy.pop(child.episode, None)
@@ -194,13 +203,14 @@ class EnvironmentHost:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         ours.close()
         try:
-            play(Playground(self._kinds, self._functions, copies=self._spec.copies), theirs)
+            play(Playground(self._kinds, self._functions, copies=self._spec.copies, agent=self._agent), theirs)
         finally:
             os._exit(0)
 
 
 def play(playground: Playground, connection: Connection) -> None:
-    """Do one job after another until the host is gone: `start`, then `call` or `step` for each turn, then `finish`."""
+    """Do one job after another until the host is gone: `start`, then `call` or `step` for each turn, then `finish`; an agent
+    has only `run`."""
     while True:
         try:
             kind, *arguments = connection.recv()
@@ -211,7 +221,8 @@ def play(playground: Playground, connection: Connection) -> None:
         # BaseException: an environment that calls sys.exit must not end the child.
         except BaseException as error:
             traceback.print_exc()
-            answer = Answer(error=f"the environment failed in `{kind}`: {describe(error)}")
+            who = "the agent failed" if kind == "run" else f"the environment failed in `{kind}`"
+            answer = Answer(error=f"{who}: {describe(error)}")
         try:
             connection.send(answer)
         except (pickle.PicklingError, TypeError, AttributeError) as error:

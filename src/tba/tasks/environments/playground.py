@@ -89,9 +89,17 @@ def is_step_environment(kind: type) -> bool:
 class Playground:
     """The environments of one process: one instance of each kind, used for one episode after another."""
 
-    def __init__(self, kinds: Mapping[str, Kind], functions: Mapping[str, Callable[..., Any]], *, copies: bool) -> None:
-        """`functions` are tools without state; `copies` says that rewards ask for the environments."""
-        self._kinds, self._functions, self._copies = kinds, functions, copies
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        copies: bool,
+        agent: Callable[..., Any] | None = None,
+    ) -> None:
+        """`functions` are tools without state; `copies` says that rewards ask for the environments; `agent` plays whole
+        episodes."""
+        self._kinds, self._functions, self._copies, self._agent = kinds, functions, copies, agent
         self._instances: dict[str, Any] = {}
         self._kind = Kind(name=NO_TOOLS, make=None, tools={}, steps=False)
         self._rewards: list[float] = []
@@ -104,10 +112,7 @@ class Playground:
     def start(self, kind: str, columns: Mapping[str, Any], seed: int) -> StepResult:
         """Begin an episode -> what the environment says first."""
         self._kind, self._rewards, self._tool_errors = self._kinds[kind], [], 0
-        # The K episodes of a prompt have one seed: random numbers of the standard library and of NumPy repeat.
-        random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(seed % 2**32)
+        _seed_all(seed)
         if self._kind.make is None:
             return StepResult(None)
         if self._kind.name not in self._instances:
@@ -132,6 +137,15 @@ class Playground:
             observation, reward, done = get("observations"), get("reward"), bool(get("done"))
         self._rewards.append(float(reward or 0.0))
         return self._said(_text(observation), done)
+
+    def run(self, given: Mapping[str, Any], seed: int) -> float | None:
+        """A whole episode of the agent -> its reward; None = it gives none."""
+        assert self._agent is not None
+        _seed_all(seed)
+        result = _awaited(self._agent(**_known(self._agent, {**given, "seed": seed})))
+        if isinstance(result, Mapping):
+            return float(sum(result.values()))
+        return None if result is None else float(result)
 
     def finish(self) -> Finished:
         """Rewards at the end, under the name of the environment's class, and a copy for rewards that ask for it."""
@@ -159,11 +173,9 @@ class Playground:
             prompt, _ = environment.init(columns.get("prompt"))
             return None if prompt == columns.get("prompt") else _text(prompt)
         given = {**columns, "seed": seed, **({"num_players": 1} if hasattr(environment, "get_observation") else {})}
-        parameters = inspect.signature(environment.reset).parameters
-        takes_all = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in parameters.values())
         # `seed` goes only to those that name it: TRL's reset(**columns) knows columns alone.
-        known = {name: value for name, value in given.items() if name in parameters}
-        result = _awaited(environment.reset(**({**columns, **known} if takes_all else known)))
+        named = {name: given[name] for name in given if name in inspect.signature(environment.reset).parameters}
+        result = _awaited(environment.reset(**{**_known(environment.reset, columns), **named}))
         if hasattr(environment, "get_observation"):
             result = environment.get_observation()[1]
         if self._kind.steps and isinstance(result, tuple):  # gymnasium: (observation, info)
@@ -183,6 +195,20 @@ class Playground:
     def _error(self, message: str) -> str:
         self._tool_errors += 1
         return json.dumps({"error": message})
+
+
+def _seed_all(seed: int) -> None:
+    """The K episodes of a prompt have one seed: random numbers of the standard library and of NumPy repeat."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _known(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def _text(value: Any) -> str:

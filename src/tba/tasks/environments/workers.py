@@ -79,6 +79,11 @@ class Environments:
             return found + self._lose(f"the environments' process was silent for {longest:g} s; see {self._log}")
         return found
 
+    def end(self, episode: EpisodeKey) -> None:
+        """Kill what plays an episode; it has no answer any more."""
+        if self._asked.pop(episode, None) is not None and self._process is not None:
+            self._process.link.send(((self._round, episode), ("end",)))
+
     def give_up(self) -> None:
         """Forget all episodes that run."""
         self._round += 1

@@ -68,13 +68,13 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
 
 
 def check_code(place: str | Callable[..., Any]) -> None:
-    """Refuse an environment or tool that cannot be used, without importing its file."""
+    """Refuse an environment, tool or agent that cannot be used, without importing its file."""
     if isinstance(place, str):
-        what = f"environment or tool {place!r}"
+        what = f"environment, tool or agent {place!r}"
         file, name = _split(place, what=what, kind="name")
         _defined(file, name, what=what, kind="class or function")
     else:
-        _check_picklable(place, "environment or tool")
+        _check_picklable(place, "environment, tool or agent")
 
 
 def _defined(file: Path, name: str, *, what: str, kind: str) -> ast.Module:

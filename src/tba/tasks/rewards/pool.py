@@ -62,9 +62,10 @@ def finished_group(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion], rollout: int = -1
 ) -> FinishedGroup:
     """The group of a rollout's complete responses; of episodes with the prompt as the policy saw it."""
-    first = completions[0].episode
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
     return FinishedGroup(
-        prompt=prompt if first is None else first.prompt,
+        # One that was lost may have ended before the policy saw its prompt.
+        prompt=next((own.prompt for own in episodes if not own.failure), prompt),
         completions=completions,
         texts=texts_of(tokenizer, completions),
         rollout=rollout,

@@ -30,7 +30,7 @@ def copy_sources(config: Config, folder: RunFolder) -> None:
     """Copy the files that a config names (rewards, environments, a task of the user's own), and the modules beside them that
     they import, into the run folder."""
     environment = config.task.environment
-    code = [*(own.function for own in config.task.rewards), *environment.classes.values(), *environment.tools]
+    code = [*(own.function for own in config.task.rewards), *environment.code]
     code += [config.task.name] if config.task.is_own_file else []
     paths = dict.fromkeys(own.rpartition(":")[0] for own in code if isinstance(own, str))
     # Of a function given in Python the config has "<python>:name".
@@ -103,7 +103,11 @@ def with_sources(config: Config, folder: RunFolder) -> Config:
     update = {
         "rewards": tuple(reward.model_copy(update={"function": found(reward.function)}) for reward in task.rewards),
         "environment": environment.model_copy(
-            update={"classes": classes, "tools": tuple(map(found, environment.tools))}
+            update={
+                "classes": classes,
+                "tools": tuple(map(found, environment.tools)),
+                "agent": found(environment.agent),
+            }
         ),
         "name": found(task.name) if task.is_own_file else task.name,
     }
