@@ -48,8 +48,9 @@ def serve(
     config, folder, checkpoint = served_config(target, overrides or [], trust_remote_code=trust_remote_code)
     from tba.engine.make_engine import make_engine
     from tba.models.load import load_model, use_cpu
+    from tba.observe.run_folder import step_of
     from tba.runtime.placement import threads_alone
-    from tba.serve.checkpoints import CheckpointWatch, step_of
+    from tba.serve.checkpoints import CheckpointWatch
     from tba.serve.driver import Driver
     from tba.serve.server import open_socket, run_server
     from tba.serve.service import Service

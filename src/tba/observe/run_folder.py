@@ -192,15 +192,17 @@ class RunFolder:
             raise FileNotFoundError(f"run folder {self.path} has no checkpoint yet.")
         return found[max(found)]
 
-    def resumable(self) -> list[tuple[int, Path]]:
-        """Steps and folders of the whole checkpoints that a run can go on from."""
-        return list(self.checkpoints_by_step().items())
-
     def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Folders of the whole checkpoints whose name is `prefix` and a step, by their step; others in there are ignored."""
         named = [(re.fullmatch(rf"{prefix}(\d+)", path.name), path) for path in self.checkpoints.glob(f"{prefix}*")]
         # Without a manifest it is not one of ours, or not whole.
         return {int(match[1]): path for match, path in named if match is not None and (path / MANIFEST).is_file()}
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, which its name says; 0 for a folder that is none."""
+    number = checkpoint.name.rpartition("step-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 # The lock

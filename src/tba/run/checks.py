@@ -14,7 +14,7 @@ from pathlib import Path
 from tba.config import Config, ConfigError
 from tba.models.paths import SHIPPED, check_there, resolve_path
 from tba.observe.files import check_sinks, read_summary
-from tba.observe.run_folder import RunFolder, others_entry
+from tba.observe.run_folder import RunFolder, others_entry, step_of
 from tba.serve import check_web
 from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.reasoning_gym.generators import require_reasoning_gym
@@ -215,7 +215,7 @@ def collapse_message(target: str) -> str | None:
     if kept is None:
         return None
     return (
-        f"{target} collapsed, since about step {since}: its newest checkpoint is evaluated, of step {_step_of(newest)}. The "
+        f"{target} collapsed, since about step {since}: its newest checkpoint is evaluated, of step {step_of(newest)}. The "
         f"one from before the collapse is {kept}."
     )
 
@@ -228,11 +228,7 @@ def before_collapse(folder: RunFolder, newest: Path) -> tuple[Path, int] | None:
     kept = folder.path / (collapse.get("checkpoint") or "")
     if summary.get("outcome") != "collapsed" or kept == folder.path or not kept.is_dir():
         return None
-    return (kept, collapse["since"]) if _step_of(kept) < _step_of(newest) else None
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+    return (kept, collapse["since"]) if step_of(kept) < step_of(newest) else None
 
 
 def run_of(target: str) -> RunFolder | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
 
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import read_summary
-from tba.observe.run_folder import RunFolder
+from tba.observe.run_folder import RunFolder, step_of
 from tba.replay.database import check_stored
 from tba.run.checks import before_collapse
 from tba.run.resolve import FILLED
 from tba.run.study import flatten
-from tba.trainer.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
+from tba.trainer.checkpoint import check_manifest, find_checkpoint, last_row_of
 
 logger = logging.getLogger("tba")
 
@@ -84,7 +83,7 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             *(folder.path, kept_groups, advice),
         )
         return None
-    step = _step_of(path)
+    step = step_of(path)
     if resume is True and (found := before_collapse(folder, path)) is not None:
         kept, since = found
         logger.warning(
@@ -111,20 +110,16 @@ def check_replay(config: Config, folder: RunFolder, checkpoint: Path | None, *, 
     """Refuse to go on from a checkpoint where the durable replay has lost groups, unless that is accepted."""
     if config.replay.durability == "off":
         return
-    step, last_row = (0, 0) if checkpoint is None else (_step_of(checkpoint), last_row_of(checkpoint) or 0)
+    step, last_row = (0, 0) if checkpoint is None else (step_of(checkpoint), last_row_of(checkpoint) or 0)
     # The same rule as Trainer.resume: groups after the checkpoint are then removed, and cannot be missed.
-    gives_up = config.is_synchronous or any(later > step for later, _ in folder.resumable())
+    gives_up = config.is_synchronous or any(later > step for later in folder.checkpoints_by_step())
     if config.replay.durability == "node":
         last_row = 0  # a trainer on another disk gets its groups from the replica
     check_stored(folder.replay, last_row=last_row, gives_up=gives_up, accept_lost=accept_lost)
 
 
-def _step_of(checkpoint: Path) -> int:
-    return json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["step"]
-
-
 def _named(folder: RunFolder, path: Path) -> Path:
-    whole = {found.resolve() for _, found in folder.resumable()}
+    whole = {found.resolve() for found in folder.checkpoints_by_step().values()}
     if path.resolve() not in whole:
         names = ", ".join(sorted(found.name for found in whole)) or "none"
         raise FileNotFoundError(f"{path} is no whole checkpoint of {folder.path} with a state; it has {names}.")

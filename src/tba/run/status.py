@@ -201,7 +201,7 @@ def describe(status: dict[str, Any]) -> str:
 def stopped_message(config: Config, *, by_command: bool) -> str:
     """Message after Ctrl-C: where the run stopped, what was saved, and how to continue."""
     folder = RunFolder(config.run_folder)
-    summary, newest = read_summary(folder) or {}, max(folder.resumable(), default=None)
+    summary, newest = read_summary(folder) or {}, max(folder.checkpoints_by_step().items(), default=None)
     step = summary.get("steps", folder.last_step()["step"])  # a trainer that was killed has left no count
     after = f", after {duration(summary['elapsed_seconds'])}" if "elapsed_seconds" in summary else ""
     if newest is None:

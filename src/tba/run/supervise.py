@@ -171,7 +171,7 @@ class Supervisor:
 
     def _may_restart(self, status: int) -> bool:
         """Whether to start the trainer again: not where that has been of no use a few times."""
-        newest = max((step for step, _ in self.folder.resumable()), default=-1)
+        newest = max(self.folder.checkpoints_by_step(), default=-1)
         # A trainer that reaches a new checkpoint each time also reaches the end.
         self._restarts = self._restarts + 1 if newest <= self._checkpoint_at_restart else 1
         self._checkpoint_at_restart = newest
@@ -322,7 +322,7 @@ def open_replica(config: Config, *, resume: bool) -> RunFolder | None:
 def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:
     """Checkpoints that a run gives up when it goes back to this one, with the time of writing: the same step may be made
     again. Nothing where there is no such checkpoint."""
-    step_of = {found.resolve(): step for step, found in folder.resumable()}
+    step_of = {found.resolve(): step for step, found in folder.checkpoints_by_step().items()}
     own = step_of.get(path.resolve(), math.inf)
     later = [other for other, step in step_of.items() if step > own]
     return {(other, (other / MANIFEST).stat().st_mtime_ns) for other in later}

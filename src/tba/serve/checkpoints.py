@@ -10,19 +10,13 @@ from pathlib import Path
 from tba.config import ModelConfig
 from tba.models.load import load_model
 from tba.models.weights import make_weights
-from tba.observe.run_folder import RunFolder
+from tba.observe.run_folder import RunFolder, step_of
 from tba.types import Weights
 
 logger = logging.getLogger("tba.serve")
 
 WATCH_SECONDS = 2.0
 """Time between two looks into the run folder."""
-
-
-def step_of(checkpoint: Path) -> int:
-    """The version of a checkpoint's weights; 0 for a folder that is none."""
-    number = checkpoint.name.rpartition("step-")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 class CheckpointWatch:

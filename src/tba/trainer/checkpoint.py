@@ -191,7 +191,7 @@ class Checkpoints:
         """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written."""
         for leftover in self.folder.checkpoints.glob(".*.partial"):
             shutil.rmtree(leftover)
-        found = [*self.folder.resumable(), *self.folder.checkpoints_by_step("best-step-").items()]
+        found = [item for prefix in ("step-", "best-step-") for item in self.folder.checkpoints_by_step(prefix).items()]
         # The newest goes first: a run that is killed in between goes on from one whose steps are all in the files.
         for _, path in sorted((item for item in found if item[0] > step), reverse=True):
             logger.warning("%s is dropped: the run goes on from step %d.", path, step)
@@ -352,7 +352,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def find_checkpoint(folder: RunFolder) -> Path | None:
     """The newest whole checkpoint that can be resumed, or None. A corrupt one is named in a warning and set aside."""
-    for _, path in sorted(folder.resumable(), reverse=True):
+    for _, path in sorted(folder.checkpoints_by_step().items(), reverse=True):
         try:
             check_manifest(path)
             return path

@@ -310,7 +310,7 @@ class Trainer:
         checkpoints could have been gone on from, their steps are given up with what was generated for them."""
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)
-        later = any(step > self.step_index for step, _ in self.checkpoints.folder.resumable())
+        later = any(step > self.step_index for step in self.checkpoints.folder.checkpoints_by_step())
         gives_up = self.config.is_synchronous or later
         self._leave_behind(forget_rows=gives_up)
         if not gives_up and self.durable is not None and self.last_row is not None:

@@ -66,7 +66,7 @@ def begun_at(folder: RunFolder, owner: Holder, resume: bool) -> int | None:
 
 
 def _newest_step(folder: RunFolder) -> int:
-    return max((step for step, _ in folder.resumable()), default=-1)
+    return max(folder.checkpoints_by_step(), default=-1)
 
 
 def read_block(folder: RunFolder, name: str, offset: int) -> bytes | None:
