@@ -200,7 +200,7 @@ FILES = {
     "imports that are a run": (
         [*PROBLEM, "replay.imports=[old]"],
         {"old/replay.sqlite": ""},
-        "old is of a run, and JSONL is needed: `tba replay old --export groups.jsonl` writes it.",
+        "old is of a run, and JSONL is needed: `tba replay ",
     ),
     "imports that are a folder": ([*PROBLEM, "replay.imports=[runs]"], {}, "runs is a folder. Give a JSONL file"),
     "imports with other rewards": (
