@@ -79,7 +79,6 @@ def main() -> None:
     from tba.config import GenerateConfig, ModelConfig
     from tba.engine.make_engine import make_engine
     from tba.models.load import load_model, use_cpu
-    from tba.serve.answers import requests_of
     from tba.serve.bodies import Asked
     from tba.serve.driver import Driver
     from tba.serve.server import SWITCH_SECONDS, make_server, open_socket
@@ -114,7 +113,7 @@ def main() -> None:
             stop_ids=[],
         )
         began = time.perf_counter()
-        found = alone.generate(requests_of(wanted, str(round_)), samples_per_prompt=1, sampling=sampling)
+        found = alone.generate(wanted.requests(str(round_)), samples_per_prompt=1, sampling=sampling)
         return sum(len(completion.token_ids) for completion in found), time.perf_counter() - began
 
     def over_http(streams: bool) -> tuple[int, float]:

@@ -62,7 +62,7 @@ SETTINGS = _table("""
     greater_is_better               evaluate.best_metric: where it is False, with a minus before it
     load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
     logging_steps                   how often eval_strategy="steps" evaluates without eval_steps; every step is logged
-    logging_strategy                every step has a line in metrics.jsonl, whatever it says; from step 10,000 on every tenth, later every hundredth
+    logging_strategy                metrics.jsonl has every step; from step 10,000 on every tenth, whatever it says
     disable_tqdm                    the reverse of observe.progress
     report_to                       observe.sinks; tensorboard, wandb, or all that are installed
     resume_from_checkpoint          train() goes on from there

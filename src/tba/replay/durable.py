@@ -311,6 +311,8 @@ def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[
         found = sum(given) / len(given) if given else math.nan
         return found if math.isfinite(found) else None
 
+    if not group.trajectories:
+        return None, dict.fromkeys(weights)
     columns = columns_of(group)
     means = {name: mean(own) for name, own in zip(weights, columns.components(list(weights)).T.tolist())}
     return mean(columns.combined_rewards(weights)), means

@@ -131,8 +131,9 @@ class ResponseColumns(Sequence[Trajectory]):
             return self.rewards.reshape(len(self), len(names))
         own_rewards = pairwise(accumulate(map(len, self.reward_names), initial=0))
         found = [dict(zip(own, self.rewards[slice(*ends)])) for own, ends in zip(self.reward_names, own_rewards)]
-        table = np.array([[own.get(name, np.nan) for name in names] for own in found], np.float64)
-        return table.reshape(len(self), len(names))  # also where there is no response, or no name
+        return np.array([[own.get(name, np.nan) for name in names] for own in found], np.float64).reshape(
+            -1, len(names)
+        )
 
     def combined_rewards(self, weights: Mapping[str, float]) -> list[float]:
         return total_reward(list(self.components(list(weights)).T), list(weights.values())).tolist()
