@@ -23,7 +23,7 @@ from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.serve")
 
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.05
 """Time between two looks at the tokens of responses that are watched: more looks would cost more than the decode steps of a
 small model."""
 STOP_SECONDS = 30.0
