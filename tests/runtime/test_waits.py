@@ -17,7 +17,8 @@ from tba.runtime.deadlines import Idleness
 from tba.runtime.links import ConnectionHandle
 from tba.runtime.prompt_queue import PromptQueue, RolloutRequest, RolloutSource
 from tba.runtime.shared_weights import SharedWeights
-from tba.searcher.pace import PacedRollouts, PromptStream
+from tba.searcher.pace import PacedRollouts
+from tba.searcher.rollouts import PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
 NOBODY = {"waiter": "nobody", "awaited": "nothing", "heartbeats": dict}

@@ -10,7 +10,7 @@ from tba.engine.make_engine import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
 from tba.searcher.loop import Searcher
-from tba.searcher.pace import PromptStream
+from tba.searcher.rollouts import PromptStream
 from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.task import TaskInputs

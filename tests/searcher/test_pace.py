@@ -4,7 +4,7 @@ import numpy as np
 
 from tba.config import ExploreConfig
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
-from tba.searcher.pace import PromptStream, explore
+from tba.searcher.rollouts import PromptStream, explore
 from tba.types import Prompt, Request, Sampling
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(10)]

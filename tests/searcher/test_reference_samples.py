@@ -11,7 +11,7 @@ from tba.models.weights import make_weights
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
 from tba.searcher.loop import Searcher
-from tba.searcher.pace import PromptStream, ReferenceSamples
+from tba.searcher.rollouts import PromptStream, ReferenceSamples
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
 

@@ -10,8 +10,8 @@ from tba.engine.make_engine import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.prompt_queue import PromptQueue, RolloutSource
 from tba.searcher.loop import SearchCounts, Searcher
-from tba.searcher.pace import PromptStream
 from tba.searcher.process import max_unscored
+from tba.searcher.rollouts import PromptStream
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
 

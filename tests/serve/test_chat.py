@@ -3,8 +3,7 @@
 import numpy as np
 from chat_families import family_tokenizer
 
-from tba.serve.chat import Chat, template_messages
-from tba.serve.sessions import Call
+from tba.serve.chat import Call, Chat, template_messages
 from tba.tasks.environments.chat_format import ChatFormat
 
 TOKENIZER = family_tokenizer("qwen_2_5")

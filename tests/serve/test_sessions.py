@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tba.serve.sessions import KEY_PREFIX, Call, Session, Sessions, TooManySessions, join_calls
+from tba.serve.chat import Call
+from tba.serve.sessions import KEY_PREFIX, Session, Sessions, TooManySessions, join_calls
 
 
 def call(id, prompt, tokens, *, spans=((0, 3),), finish="stop"):

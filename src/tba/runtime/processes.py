@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import cloudpickle
 import psutil
@@ -26,9 +26,6 @@ import psutil
 from tba.runtime.deadlines import dump_stacks
 from tba.runtime.links import Link
 from tba.runtime.role_process import OWN_SERVER
-
-if TYPE_CHECKING:
-    from tba.runtime.cluster.roles import ClusterRole
 
 logger = logging.getLogger("tba")
 
@@ -47,6 +44,27 @@ CHECK_SECONDS = 0.05
 
 class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
+
+
+class Role(Protocol):
+    """A role as its starter sees it: a process of this machine, or an actor that stands for one of another machine."""
+
+    name: str
+
+    @property
+    def link(self) -> Link: ...
+    @property
+    def log(self) -> Path | None: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def status(self) -> int | None: ...
+    def wait(self, timeout_seconds: float) -> bool: ...
+    def kill(self) -> None: ...
+    def signal(self, number: int) -> None: ...
+    def show_stacks(self) -> None: ...
 
 
 class RoleProcess:
@@ -127,8 +145,6 @@ class RoleProcess:
         return not self.alive
 
 
-Role: TypeAlias = "RoleProcess | ClusterRole"
-"""A process of this machine, or an actor that stands for one of another machine."""
 STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 

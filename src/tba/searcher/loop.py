@@ -21,7 +21,7 @@ from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
 from tba.runtime.columns import pack_responses
 from tba.runtime.prompt_queue import RolloutSource
-from tba.searcher.pace import PromptStream, ReferenceSamples, explore
+from tba.searcher.rollouts import PromptStream, ReferenceSamples, explore
 from tba.searcher.values import StepValues, lost_without_values
 from tba.tasks.environments.episodes import with_environments
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward

@@ -24,10 +24,11 @@ from tba.config import Config
 from tba.config.task import code_name
 from tba.engine.contract import Engine
 from tba.serve.bodies import Asked, BadRequest, Limits
+from tba.serve.chat import Call
 from tba.serve.driver import DriverClosed, JobQueue
 from tba.serve.server import SWITCH_SECONDS, make_server, open_socket
 from tba.serve.service import Service
-from tba.serve.sessions import Call, Session, Sessions, join_calls
+from tba.serve.sessions import Session, Sessions, join_calls
 from tba.tasks.environments.episodes import EpisodeEngine, Running, Turns, seed_of
 from tba.tasks.environments.host import Answer, EnvironmentSpec, EpisodeKey
 from tba.tasks.environments.playground import Finished

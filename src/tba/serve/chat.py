@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tba.tasks.environments.chat_format import ChatFormat
-
-if TYPE_CHECKING:
-    from tba.serve.sessions import Call
+from tba.types import Finish
 
 Message = dict[str, Any]
 
@@ -79,6 +77,32 @@ class Chat:
             for number, call in enumerate(reply.calls)
         ]
         return {**reply.message, "content": reply.message["content"] or None, "tool_calls": calls}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One response to one prompt.
+
+    Call(id="chatcmpl-7", prompt_ids=[5, 6], token_ids=[9, 2], policy_log_probs=[-.1, -.7],
+         behaviour_log_probs=[-.1, -.7], version_spans=((0, 12),), finish="stop")
+    """
+
+    id: str
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    policy_log_probs: np.ndarray
+    behaviour_log_probs: np.ndarray
+    version_spans: tuple[tuple[int, int], ...]
+    finish: Finish
+    chat: Chat | None = None
+    """The conversation that it answers; None = its prompt came as text or tokens."""
+    message: Message = field(default_factory=dict)
+    """The response as chat templates take it."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation with the response."""
+        return [*(self.chat.messages if self.chat else ()), self.message]
 
 
 def template_messages(messages: Sequence[Message]) -> list[Message]:

@@ -46,9 +46,9 @@ from tba.serve.bodies import (
     asked,
     parse_body,
 )
-from tba.serve.chat import Chat, template_messages
+from tba.serve.chat import Call, Chat, template_messages
 from tba.serve.driver import DriverClosed, EngineFailed, JobQueue, QueueFull
-from tba.serve.sessions import KEY_PREFIX, Call, Session, Sessions, TooManySessions
+from tba.serve.sessions import KEY_PREFIX, Session, Sessions, TooManySessions
 from tba.serve.shapes import Shape, error_body, generated
 from tba.tasks.data.make_prompt import PromptRefused, encode
 from tba.tasks.environments.chat_format import ChatFormat

@@ -19,37 +19,11 @@ from typing import Any
 import numpy as np
 
 from tba.serve.bodies import Asked
-from tba.serve.chat import Chat, Message
+from tba.serve.chat import Call
 from tba.types import Finish, Request
 
 KEY_PREFIX = "tba-session-"
 """Beginning of every session's key: a key of a session that has ended is refused, and not taken for no session."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """One response to one prompt.
-
-    Call(id="chatcmpl-7", prompt_ids=[5, 6], token_ids=[9, 2], policy_log_probs=[-.1, -.7],
-         behaviour_log_probs=[-.1, -.7], version_spans=((0, 12),), finish="stop")
-    """
-
-    id: str
-    prompt_ids: np.ndarray
-    token_ids: np.ndarray
-    policy_log_probs: np.ndarray
-    behaviour_log_probs: np.ndarray
-    version_spans: tuple[tuple[int, int], ...]
-    finish: Finish
-    chat: Chat | None = None
-    """The conversation that it answers; None = its prompt came as text or tokens."""
-    message: Message = field(default_factory=dict)
-    """The response as chat templates take it."""
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation with the response."""
-        return [*(self.chat.messages if self.chat else ()), self.message]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
