@@ -216,6 +216,18 @@ def test_nothing_moves_before_rewards_differ_and_the_first_batch_in_which_they_d
     assert unseen_update_drift(updates, own_batch(1), result) == pytest.approx(wanted, rel=0.25)
 
 
+def test_updates_on_equal_rewards_do_not_raise_the_rate(tmp_path):
+    """They hardly move the policy. A rate that made up for that reached 4 on one-token answers, then the policy was gone."""
+    updates = make_auto(tmp_path, make_step(), "train.second_update_after=0")
+    updates.first(own_batch(0), step=0, progress=0.0)
+    equal = replace(own_batch(1), reward_PK=torch.ones_like(own_batch(1).reward_PK))
+    first, batches = updates.first(equal, step=1, progress=0.0).metrics["learning_rate"], updates.rate.batches
+    for step in range(2, 8):
+        late = replace(equal, version_PK=torch.full_like(equal.version_PK, step - 1))
+        assert updates.first(late, step=step, progress=0.0).metrics["learning_rate"] == first
+    assert updates.rate.batches == batches, "nothing was learned of the rate"
+
+
 class ReturnsAlone(Objective):
     """-mean R log pi: no response is compared with another."""
 

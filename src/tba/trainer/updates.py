@@ -99,7 +99,8 @@ class Updates:
         with self._naming(batch, f"the second update before step {step}", step):
             self._gradients(batch, step=step, progress=progress)
             found = self.train_step.move(self.rate.at(step, progress))
-        self.rate.made(found["learning_rate"], of_new_batch=False)
+        if self._has_signal(batch, progress):
+            self.rate.made(found["learning_rate"], of_new_batch=False)
         return batch.totals.responses
 
     def forget(self) -> None:
@@ -128,10 +129,7 @@ class Updates:
     ) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
         weight makes none. `unseen` are the responses that the first update of `auto` is measured by."""
-        # Groups of equal rewards have no first gradient where responses are compared with their group's mean, while the
-        # policy is still the reference: it is rounding noise, of which Adam would make a whole step.
-        compares = self.train_step.objective.needs.group and self.config.has_plain_target_at(0, progress)
-        first = unseen is not None and math.isfinite(self.rate.entropy) and (not compares or reward_spread(batch) > 0.0)
+        first = unseen is not None and math.isfinite(self.rate.entropy) and self._has_signal(batch, progress)
         if unseen is not None and not first:
             rate = 0.0
         measured = self.rate.is_auto and not lags and self.config.is_synchronous
@@ -140,9 +138,17 @@ class Updates:
         if first:
             self.rate.rate = found["learning_rate"]
         # Also where nothing has moved: every version has its entry, by which lags are looked up.
-        self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
+        counts = batch.totals.responses and self._has_signal(batch, progress)
+        self.rate.made(found["learning_rate"] if counts else 0.0, of_new_batch=True)
         self.rate.moved(progress, new=found.pop("update_drift", None), own=found.pop("own_movement", None))
         return found
+
+    def _has_signal(self, batch: Batch, progress: float) -> bool:
+        """Whether an update on the batch moves the policy as others do. Groups of equal rewards have hardly a gradient where
+        responses are compared with their group's mean. The first update would be rounding noise, of which Adam makes a whole
+        step. Later ones move nothing, and a rate that makes up for that would destroy the policy at the next reward."""
+        compares = self.train_step.objective.needs.group and self.config.has_plain_target_at(0, progress)
+        return not compares or reward_spread(batch) > 0.0
 
     @contextmanager
     def _naming(self, batch: Batch, name: str, step: int) -> Iterator[None]:
