@@ -11,7 +11,8 @@ where updates follow noise. Measuring both costs nothing. A new batch was genera
 on, so its drift, log_pi now - log_pi when generated, comes from the updates in between.
 
 1. No weight moves before the rewards of some prompt differ (trainer/updates.py). The first update has no drift to measure.
-   It leaves a quarter of its batch out, and is scaled until it moves those responses by the size above.
+   It leaves a quarter of its batch out, and is scaled until it moves those responses by the size above. Later updates on
+   equal rewards hardly move anything, and do not count.
 2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
    above over the stiffness. It rises by at most RISE in a step.
 3. A batch may have drifted further than the average explains. Its own update then uses its own stiffness, which stops a
